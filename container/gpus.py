@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import subprocess
-from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -37,13 +36,13 @@ class SliceNotChosen(Exception):
     """Several GPUs are visible, and one of them is divided into MIG slices. CUDA's choice is unclear."""
 
 
-def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
+def gpu_count() -> int:
     """Return the number of GPUs that this process sees."""
     files = os.listdir(_DEVICE_FILES)
     present = sum(1 for name in files if _DEVICE_FILE(name))
     if not present and _WSL2 in files:
         present = _listed_gpus()
-    visible = environ.get(_VISIBLE)
+    visible = os.environ.get(_VISIBLE)
     if visible is None:
         return present
     names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -52,8 +51,8 @@ def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
     return min(present, len(names))
 
 
-def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
-    """Return the free bytes of each GPU that this process sees, in CUDA's order.
+def gpu_memory(kind: Literal["free", "total"] = "free") -> tuple[int, ...]:
+    """Return the free or total bytes of each GPU that this process sees, in CUDA's order.
 
     A MIG slice counts as a GPU. The values come from nvidia-smi. Asking the driver in this process would create a
     context on each GPU.
@@ -62,7 +61,7 @@ def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
         GpusUnknown: nvidia-smi fails or does not show the memory.
         SliceNotChosen: CUDA_VISIBLE_DEVICES has to say which GPU or slice is meant.
     """
-    return visible_memory(_nvidia_smi("-q", "-x"), environ.get(_VISIBLE))
+    return visible_memory(_nvidia_smi("-q", "-x"), os.environ.get(_VISIBLE), kind)
 
 
 def gpu_figures(seconds: float) -> list[dict[str, str]]:
@@ -86,7 +85,7 @@ def machine_gpus() -> tuple[int, ...]:
     if not count:
         return ()
     try:
-        return visible_memory(_nvidia_smi("-q", "-x"), os.environ.get(_VISIBLE), "total")
+        return gpu_memory("total")
     except (GpusUnknown, SliceNotChosen):
         return (0,) * count
 
@@ -108,7 +107,7 @@ def described_gpus(text: str) -> tuple[int, ...]:
     return (int(size * _UNITS[found["unit"] or "gib"]),) * count
 
 
-def visible_memory(report: str, visible: str | None, kind: Literal["free", "total"] = "free") -> tuple[int, ...]:
+def visible_memory(report: str, visible: str | None, kind: Literal["free", "total"]) -> tuple[int, ...]:
     """Compute the result of `gpu_memory` from a report.
 
     Args:

@@ -60,6 +60,7 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     directory = tmp_path / "dev"
     directory.mkdir()
     monkeypatch.setattr(container_devices, "_DEVICE_FILES", directory)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def add(*names: str) -> None:
         for name in names:
@@ -68,12 +69,15 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return add
 
 
-def test_gpus_are_counted_by_their_files_and_by_what_is_visible(dev: Callable[..., None]) -> None:
+def test_gpus_are_counted_by_their_files_and_by_what_is_visible(
+    dev: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     dev("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null")
-    assert gpu_count({}) == 2
+    assert gpu_count() == 2
     # A MIG slice counts as the one GPU that CUDA shows.
     for visible, count in (("1", 1), ("", 0), ("-1", 0), (",".join(SLICES), 1)):
-        assert gpu_count({"CUDA_VISIBLE_DEVICES": visible}) == count
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpu_count() == count
 
 
 @pytest.fixture
@@ -91,16 +95,21 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 
 def test_under_wsl2_the_drivers_tool_counts_the_gpus(
-    dev: Callable[..., None], nvidia_smi: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    dev: Callable[..., None],
+    nvidia_smi: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dev("dxg")
     nvidia_smi("echo 'GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-a)'; echo 'GPU 1: NVIDIA T400 (UUID: GPU-b)'")
-    assert gpu_count({}) == 2
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert gpu_count() == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpu_count() == 1
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert caplog.text == ""
     container_devices._listed_gpus.cache_clear()
     nvidia_smi("echo 'Failed to initialize NVML: GPU access blocked'; exit 17")
-    assert gpu_count({}) == 0
+    assert gpu_count() == 0
     assert "WSL2 with /dev/dxg, but no NVIDIA GPU is used: nvidia-smi -L failed with 17: Failed to ini" in caplog.text
 
 
@@ -154,14 +163,14 @@ MEBIBYTE = 1 << 20
 def test_the_memory_of_what_is_visible_is_read_in_the_order_of_cuda(
     gpus: tuple[str, ...], visible: str | None, free: tuple[int, ...]
 ) -> None:
-    found = visible_memory(report(*gpus), visible)
+    found = visible_memory(report(*gpus), visible, "free")
     assert tuple(one // MEBIBYTE for one in found) == free
 
 
 @pytest.mark.parametrize("visible", [None, "0,1", "GPU-abbb,GPU-aaaa"])
 def test_a_divided_gpu_beside_others_has_to_be_chosen(visible: str | None) -> None:
     with pytest.raises(SliceNotChosen, match=r"2 GPUs .*1 .*CUDA_VISIBLE_DEVICES"):
-        visible_memory(report(WHOLE, DIVIDED), visible)
+        visible_memory(report(WHOLE, DIVIDED), visible, "free")
 
 
 @pytest.mark.parametrize(
@@ -176,24 +185,26 @@ def test_a_divided_gpu_beside_others_has_to_be_chosen(visible: str | None) -> No
 )
 def test_what_cannot_be_read_is_said(text: str, visible: str | None, message: str) -> None:
     with pytest.raises(GpusUnknown, match=message):
-        visible_memory(text, visible)
+        visible_memory(text, visible, "free")
 
 
-def test_the_drivers_tool_is_asked_and_its_failures_are_said(tmp_path: Path, nvidia_smi: Callable[[str], None]) -> None:
+def test_the_drivers_tool_is_asked_and_its_failures_are_said(
+    tmp_path: Path, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(GpusUnknown, match="nvidia-smi"):
-        gpu_memory({})
+        gpu_memory()
     nvidia_smi("echo 'No devices were found'; exit 6")
     with pytest.raises(GpusUnknown, match=r"nvidia-smi .*6: No devices were found"):
-        gpu_memory({})
+        gpu_memory()
     (tmp_path / "report").write_text(report(WHOLE, DIVIDED))
     nvidia_smi(f"cat {tmp_path}/report")
-    assert gpu_memory({"CUDA_VISIBLE_DEVICES": "0"}) == (80000 * MEBIBYTE,)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert gpu_memory() == (80000 * MEBIBYTE,)
 
 
 def test_a_machine_is_known_by_all_of_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dev: Callable[..., None], nvidia_smi: Callable[[str], None]
+    tmp_path: Path, dev: Callable[..., None], nvidia_smi: Callable[[str], None]
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert machine_gpus() == ()
     dev("nvidia0", "nvidia1")
     assert machine_gpus() == (0, 0), "there is no nvidia-smi"
