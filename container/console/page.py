@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import RedirectResponse, Response
+
+from container.http.router import Application
 
 DIRECTORY = Path(__file__).parent / "static"
 _TYPES = {
@@ -35,8 +37,6 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-
-Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def _read(path: Path, **more: str) -> Application:
