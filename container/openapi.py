@@ -140,6 +140,7 @@ def openapi_document(config: ModelConfig, vllm: Mapping[str, Any] | None = None)
         for verb, item in verbs.items():
             ours[verb] = _joined(ours[verb], item) if verb in ours else item
     schemas |= _referred_to([paths, schemas], vllm.get("components", {}).get("schemas", {}))
+    used = {tag for verbs in paths.values() for operation in verbs.values() for tag in operation["tags"]}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -147,7 +148,7 @@ def openapi_document(config: ModelConfig, vllm: Mapping[str, Any] | None = None)
             "version": version("slipway"),
             "description": _introduction(forwarded),
         },
-        "tags": _tags(paths),
+        "tags": [{"name": name, "description": meaning} for name, meaning in TAGS.items() if name in used],
         "paths": paths,
         "components": {"schemas": schemas},
     }
@@ -169,12 +170,6 @@ A first request (put your server's address in place of `localhost:8080`):
 With the header `X-Slipway-Explain: 1`, a generating route returns the prompt and the parameters that the engine would
 get, and generates nothing. Each contract has its own statuses and bodies for errors. [Metrics](metrics) are in
 Prometheus' format."""
-
-
-def _tags(paths: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the tags of these operations with their descriptions, in the order of `TAGS`."""
-    used = {tag for verbs in paths.values() for operation in verbs.values() for tag in operation["tags"]}
-    return [{"name": name, "description": meaning} for name, meaning in TAGS.items() if name in used]
 
 
 def _operations(config: ModelConfig, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
