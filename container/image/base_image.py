@@ -117,30 +117,22 @@ def _requirements(lock: str) -> dict[str, str]:
     return {canonicalize_name(name): name + rest for name, rest in found}
 
 
-def _environment(directory: Path, lock_file: Path, project_file: Path) -> None:
-    present, lock = installed(), lock_file.read_text()
-    project = tomllib.loads(project_file.read_text())["project"]
-    check_vllm(present, project["optional-dependencies"])
-    make_environment(directory)
-    print("\n".join(constraints(present, lock, project["dependencies"])))
-
-
-def _compile() -> None:
-    """Compile every module, as pip does during installation. Files that are not valid Python are skipped."""
-    for directory in package_directories():
-        compileall.compile_dir(directory, quiet=2, workers=0)
-
-
 def main() -> None:
     """Run the command that the arguments name."""
     match sys.argv[1:]:
         case ["environment", directory, lock_file, project_file]:
-            _environment(Path(directory), Path(lock_file), Path(project_file))
+            present, lock = installed(), Path(lock_file).read_text()
+            project = tomllib.loads(Path(project_file).read_text())["project"]
+            check_vllm(present, project["optional-dependencies"])
+            make_environment(Path(directory))
+            print("\n".join(constraints(present, lock, project["dependencies"])))
         case ["lacking", report_file, lock_file]:
             report = json.loads(Path(report_file).read_bytes())
             print("\n".join(lacking(report, Path(lock_file).read_text())))
         case ["compile"]:
-            _compile()
+            # As pip does during installation. Files that are not valid Python are skipped.
+            for directory in package_directories():
+                compileall.compile_dir(directory, quiet=2, workers=0)
         case other:
             sys.exit(f"unknown command: {other}; expected environment, lacking or compile")
 
