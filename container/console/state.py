@@ -90,8 +90,7 @@ def _restarts(model: Model, most: int) -> dict[str, float] | None:
     Args:
         most: The maximum number of restarts of a copy within the window.
     """
-    service = model.lifecycle.service
-    engine = service.running_engine if service is not None else None
+    engine = model.lifecycle.engine
     if not most or engine is None or not model.lifecycle.config.runs_on_vllm:
         return None
     since = time.monotonic() - WINDOW_SECONDS

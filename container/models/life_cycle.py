@@ -72,12 +72,15 @@ class Lifecycle:
         return self.stage
 
     @property
+    def engine(self) -> Engine | None:
+        """The engine. None if no engine is loaded."""
+        return self.service.running_engine if self.service is not None else None
+
+    @property
     def _waiting_engine(self) -> Engine | None:
         """The engine, if calls wait for its restart. None if calls get an error when the engine dies."""
-        service = self.service
-        if service is None or self.stage is State.STARTING:
-            return None
-        if (engine := service.running_engine) is None or not engine.waits:
+        service, engine = self.service, self.engine
+        if self.stage is State.STARTING or service is None or engine is None or not engine.waits:
             return None
         handler = service.runtime
         if isinstance(handler, EngineBehindHandler) and not handler.custom.health().alive:
@@ -87,15 +90,12 @@ class Lifecycle:
     @property
     def _engine_to_restart(self) -> Engine | None:
         """The engine, if it can be restarted in place. None if the model has to be loaded again."""
-        if self.has_other_copies and self.service is not None:
-            return self.service.running_engine
-        return self._waiting_engine
+        return self.engine if self.has_other_copies else self._waiting_engine
 
     @property
     def copies(self) -> Sequence[EngineCopy]:
         """The copies of the model. Empty if no engine is loaded."""
-        engine = self.service.running_engine if self.service is not None else None
-        return engine.copies if engine is not None else ()
+        return self.engine.copies if self.engine is not None else ()
 
     @property
     def reason(self) -> str:

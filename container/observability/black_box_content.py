@@ -238,8 +238,7 @@ def _model(model: Model) -> dict[str, Any]:
         ],
         "settings": report_object(lifecycle.settings),
     }
-    engine = service.running_engine if service is not None else None
-    if engine is not None:
+    if (engine := lifecycle.engine) is not None:
         shown["engine"] = _engine(engine)
     if service is not None and service.custom is not None:
         pool = service.custom.pool
@@ -311,8 +310,7 @@ def _calls(open_calls: dict[RequestHead, tuple[str, float]], models: Iterable[Mo
     of_calls: dict[RequestHead, list[RunningSequence]] = {}
     others = []
     for model in models:
-        service = model.lifecycle.service
-        if service is not None and (engine := service.running_engine) is not None:
+        if (engine := model.lifecycle.engine) is not None:
             for sequence in engine.sequences():
                 heads = [head for name in _names_of_call(sequence.request_id) for head in by_id.get(name, ())]
                 if len(heads) == 1:

@@ -60,7 +60,7 @@ class Metrics:
             yield _each(GaugeMetricFamily, "slipway_startup_seconds", text, ["phase"], values)
         text = "Restarts of the model's engine, or of copies of it."
         yield _counter("slipway_engine_restarts", text, len(model.restarts))
-        engine = service.running_engine if service is not None else None
+        engine = model.lifecycle.engine
         if engine is not None:
             text = "Requests that continued after the engine had died."
             yield _counter("slipway_continued_calls", text, engine.statistics.continued_requests)
