@@ -116,13 +116,12 @@ class _Page:
 
     show: Callable[[], Response | Awaitable[Response]]
     hosts: KnownHosts | None = None  # Refuses other sites' requests. None if the page reveals nothing about the server.
-    in_thread: bool = False  # `show` may take a long time.
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if self.hosts is not None and (fault := self.hosts.fault(dict(scope["headers"]))):
             response = _response(front_end_refusal(CrossSite(fault)))
         else:
-            shown = await asyncio.to_thread(self.show) if self.in_thread else self.show()
+            shown = self.show()
             response = shown if isinstance(shown, Response) else await shown
         await response(scope, receive, send)
 
@@ -204,7 +203,7 @@ def _add_server_pages(router: Router, state: AppState, metrics: Metrics) -> None
     rendered = _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE}), state.hosts)
     for address in ("/metrics", "/server/metrics"):  # LMI serves both paths.
         router.add(address, "GET", rendered)
-    router.add("/openapi.json", "GET", _Page(_Description(models), state.hosts, in_thread=True))
+    router.add("/openapi.json", "GET", _Page(partial(asyncio.to_thread, _Description(models)), state.hosts))
     assets = swagger_assets()
     if assets:
         name = _ANY_CONFIG.name if models.only is None else models.only.name
