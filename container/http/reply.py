@@ -25,7 +25,7 @@ Headers = list[tuple[bytes, bytes]]
 # buffer in addition. A single part may be larger than this limit.
 MAX_UNSENT = 16 * 1024 * 1024
 
-_LATER = (429, 503)
+OVERLOADED = (429, 503)
 _COME_AGAIN = 64  # The number of refused clients that may retry per second. More retries would slow down the engine.
 _MOST_SECONDS = 30
 
@@ -88,7 +88,7 @@ class HttpReply:
             framing.append((b"content-length", str(len(reply.body)).encode()))
         self.ended_at_deadline = REACHED[0] in reply.headers
         if (
-            reply.status in _LATER
+            reply.status in OVERLOADED
             and not self.ended_at_deadline
             and not any(name == b"retry-after" for name, _ in self.headers)
         ):

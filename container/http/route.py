@@ -17,7 +17,7 @@ from functools import partial
 from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, Receive, announced_size
 from container.http.cross_site import KnownHosts
 from container.http.disconnect import ClientGone, DisconnectWatch
-from container.http.reply import Headers, HttpReply, RetryAfter, Send
+from container.http.reply import OVERLOADED, Headers, HttpReply, RetryAfter, Send
 from container.http.request_head import LONGEST_PATH, REQUEST_ID, RequestHead
 from container.http.uvicorn_protocol import BREAK_OFF, received_body
 from container.models.life_cycle import Lifecycle
@@ -44,7 +44,6 @@ from handlers.route_declarations import ContractRoutes
 
 logger = logging.getLogger("slipway.access")
 
-_OVERLOADED = (429, 503)
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 # The model of a request, or the reply to the request. None if the choice needs the body, or if the route needs no
@@ -311,7 +310,7 @@ class HttpRoute:
             return
         # If the server is full or not ready, the line in the access log is enough. A second line would add a sixth
         # to the cost of a refusal.
-        level = logging.DEBUG if refusal.status in _OVERLOADED else logging.INFO
+        level = logging.DEBUG if refusal.status in OVERLOADED else logging.INFO
         logger.log(level, "refused: %s", reason, extra=extra)
         reply.reply(refusal)
 
