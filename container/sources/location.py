@@ -18,7 +18,6 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):(//)?", re.IGNORECASE)
 _LOCAL_HOSTS = frozenset({"", "localhost"})
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _NON_WORD = re.compile(r"\W", re.ASCII)
-_NOT_SERVED = "is not served by this version of Slipway; give s3://, a hub id or a local directory"
 
 _S3_URL = re.compile(r"s3://([^/]+)/*(.*)", re.IGNORECASE)
 SETTINGS_SECONDS = 300.0  # The time limit for listing a model on S3 and fetching its small files.
@@ -45,8 +44,7 @@ def existing_directory(text: str) -> Path:
     Raises:
         ModelNotFound: The directory does not exist.
     """
-    if scheme := _url_scheme(text):
-        raise ModelNotFound(f"{scheme}:// {_NOT_SERVED}")
+    _refuse_url(text)
     path = Path(os.path.abspath(text.strip()))
     if not os.path.isdir(path):
         raise ModelNotFound(f"there is no directory {path}")
@@ -134,8 +132,7 @@ def resolve_model_id(text: str, model_dir: Path) -> str:
     Raises:
         ModelNotFound: The text is neither a hub id nor an existing path.
     """
-    if scheme := _url_scheme(text):
-        raise ModelNotFound(f"{scheme}:// {_NOT_SERVED}")
+    _refuse_url(text)
     if os.path.exists(model_dir / text):
         return str(model_dir / text)
     if os.path.isabs(text):
@@ -178,9 +175,10 @@ def path_of_url(url: str) -> Path | None:
     return Path(os.path.abspath(path)) if os.path.isabs(path) and "\0" not in path else None
 
 
-def _url_scheme(text: str) -> str:
-    found = _SCHEME.match(text)
-    return found[1] if found is not None and found[2] else ""
+def _refuse_url(text: str) -> None:
+    if (found := _SCHEME.match(text)) is not None and found[2]:
+        served = "is not served by this version of Slipway; give s3://, a hub id or a local directory"
+        raise ModelNotFound(f"{found[1]}:// {served}")
 
 
 def _has_files(model_dir: Path) -> bool:
