@@ -27,6 +27,7 @@ from engines.memory.garbage_collection import collect_after_load
 from engines.pooling import Pooling
 from engines.request import WARM_UP
 from engines.statistics import StartupTimes
+from handlers.custom.worker_pool import WorkerPool
 from handlers.entry_point import load_service
 from handlers.loaded_service import EngineBehindHandler, Limits, Service
 from handlers.model_config import ModelConfig
@@ -75,6 +76,11 @@ class Lifecycle:
     def engine(self) -> Engine | None:
         """The engine. None if no engine is loaded."""
         return self.service.running_engine if self.service is not None else None
+
+    @property
+    def pool(self) -> WorkerPool | None:
+        """The workers of the custom handler. None if the model has no custom handler or is not loaded."""
+        return self.service.custom.pool if self.service is not None and self.service.custom is not None else None
 
     @property
     def _waiting_engine(self) -> Engine | None:
@@ -148,12 +154,9 @@ class Lifecycle:
     @property
     def short_of_workers(self) -> bool:
         """True if too few workers of a custom handler serve, or if too few copies of the model serve."""
-        service = self.service
-        if service is None:
-            return False
-        if service.custom is not None:
-            return service.custom.pool.ready < service.custom.pool.min_workers
-        return self._health(service).ready_copies < self.copy_limits[0]
+        if (pool := self.pool) is not None:
+            return pool.ready < pool.min_workers
+        return self.service is not None and self._health(self.service).ready_copies < self.copy_limits[0]
 
     @property
     def copy_limits(self) -> tuple[int, int]:

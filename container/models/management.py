@@ -97,8 +97,7 @@ def described(model: Model) -> DescribedModel:
     copies: Sequence[EngineCopy] = ()
     waiting = 0
     on_gpu = bool(config.handler.devices) if config.handler else gpu_count() > 0 and config.devices != ()
-    if service is not None and service.custom is not None:
-        pool = service.custom.pool
+    if (pool := lifecycle.pool) is not None:
         waiting = pool.queue_length
         workers = [DescribedWorker(w.id, w.started, "READY") for w in pool.workers if w.ready]
     elif service is not None and service.engine is not None and not model.scaled_to_zero:

@@ -64,9 +64,9 @@ class Model:
     @property
     def workers(self) -> tuple[int, int]:
         """The smallest and the largest number of workers: processes of a custom handler, or copies of the model."""
-        handler_config, service = self.lifecycle.config.handler, self.lifecycle.service
-        if service is not None and service.custom is not None:
-            return service.custom.pool.min_workers, service.custom.pool.max_workers
+        handler_config, pool = self.lifecycle.config.handler, self.lifecycle.pool
+        if pool is not None:
+            return pool.min_workers, pool.max_workers
         if handler_config is not None:
             return handler_config.min_workers, handler_config.max_workers
         return (0, 0) if self.scaled_to_zero else self.lifecycle.copy_limits

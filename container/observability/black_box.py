@@ -107,11 +107,11 @@ class BlackBoxes:
             stalled: The reason why the model's engine counts as stalled. Empty if it is not stalled.
             fault: The reason to restart the model's engine. Empty if no restart is needed.
         """
-        lifecycle, service, before = model.lifecycle, model.lifecycle.service, model.fault
+        lifecycle, pool, before = model.lifecycle, model.lifecycle.pool, model.fault
         if lifecycle.stage is State.STOPPED:
             return  # Dead copies and workers are no fault now, because the server stops them.
         dead = frozenset((c.number, c.started_at) for c in lifecycle.copies if c.state is CopyState.DEAD)
-        worker = service.custom.pool.last_failed if service is not None and service.custom is not None else None
+        worker = pool.last_failed if pool is not None else None
         broken = stalled or fault or dead or lifecycle.unhealthy or lifecycle.missing
         model.fault = Fault(bool(stalled), dead, worker, before.black_box if broken else "")
         if stalled and not before.stalled:

@@ -182,8 +182,8 @@ def _findings(model: Model, cause: str) -> list[str]:
     copies = model.lifecycle.copies
     found = [f"copy {copy.number}: {copy.end}" for copy in copies if copy.end]
     found += [f"copy {c.number}: no stacks of {'; '.join(c.elsewhere)}" for c in copies if c.elsewhere]
-    service = model.lifecycle.service
-    failed = service.custom.pool.last_failed if service is not None and service.custom is not None else None
+    pool = model.lifecycle.pool
+    failed = pool.last_failed if pool is not None else None
     if failed is not None and failed.stacks and cause == "worker":
         found.append(f"{failed.name} was in {_own_frame(failed.stacks[0].frames, model)}")
     return found
@@ -212,15 +212,14 @@ def _own_frame(frames: Iterable[str], model: Model) -> str:
 
 
 def _worker_names(model: Model) -> dict[int, str]:
-    service = model.lifecycle.service
-    if service is None or service.custom is None:
+    if (pool := model.lifecycle.pool) is None:
         return {}
-    return {worker.pid: f"{model.title}: {worker.name}" for worker in service.custom.pool.workers if worker.pid}
+    return {worker.pid: f"{model.title}: {worker.name}" for worker in pool.workers if worker.pid}
 
 
 def _model(model: Model) -> dict[str, Any]:
     """Return the state of a model, the steps of the model's engine, and the model's settings."""
-    lifecycle, service = model.lifecycle, model.lifecycle.service
+    lifecycle = model.lifecycle
     shown: dict[str, Any] = {
         "name": model.title,
         "state": lifecycle.stage.value,
@@ -240,8 +239,7 @@ def _model(model: Model) -> dict[str, Any]:
     }
     if (engine := lifecycle.engine) is not None:
         shown["engine"] = _engine(engine)
-    if service is not None and service.custom is not None:
-        pool = service.custom.pool
+    if (pool := lifecycle.pool) is not None:
         shown["handler"] = {
             "waiting_calls": pool.queue_length,
             "failures": pool.failures,

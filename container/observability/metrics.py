@@ -53,7 +53,6 @@ class Metrics:
             yield from labelled({model.title: self._model(model) for model in self._models})
 
     def _model(self, model: Model) -> Iterable[Metric]:
-        service = model.lifecycle.service
         if phases := model.lifecycle.startup_times.seconds:
             text = "What each phase of the model's start took."
             values = [([phase], seconds) for phase, seconds in phases.items()]
@@ -78,8 +77,8 @@ class Metrics:
             yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
             served_as = model.lifecycle.config.public_names[0] if self._models.only is model else model.name
             yield from known_metrics(model.name, engine.statistics, status, model.version, served_as)
-        if service is not None and service.custom is not None:
-            yield from self._workers(service.custom.pool)
+        if (pool := model.lifecycle.pool) is not None:
+            yield from self._workers(pool)
 
     def _http(self) -> Iterable[Metric]:
         text, labels = "HTTP requests served, by route and status.", ["route", "status"]
