@@ -159,29 +159,19 @@ def read_request(
         InvalidParameter: A parameter is wrong. The error names the parameter and the allowed values.
         InvalidRequest: The request asks for a vector.
     """
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # The client's names of parameters that have other names in vLLM or in the engine.
     try:
-        return _read(body, config, loaded, memo, names)
+        request_id, inputs, parameters = read_inputs(body, config.name)
+        if inputs.pop("embedding_request", None) is not None:
+            raise InvalidRequest(f"Model {config.name} does not support 'embed' request")
+        prompt = inputs.pop("text_input")
+        images = inputs.pop("image", [])
+        if images and loaded.texts.image_mark is None:
+            raise InvalidParameter("image", "cannot be used: this model takes text only")
+        key = msgspec.json.encode((inputs, parameters))
+        known = memo.get(key) or memo.keep(key, _read_parameters(inputs, parameters, config, loaded, names))
     except InvalidParameter as error:
         raise error.renamed(names) from None
-
-
-def _read(
-    body: bytes, config: ModelConfig, loaded: LoadedModel, memo: ParameterMemo[TritonRequest], names: dict[str, str]
-) -> TritonRequest:
-    """Read a request's body as `read_request` does.
-
-    `names` gets the client's name of each parameter that has another name in vLLM or in the engine.
-    """
-    request_id, inputs, parameters = read_inputs(body, config.name)
-    if inputs.pop("embedding_request", None) is not None:
-        raise InvalidRequest(f"Model {config.name} does not support 'embed' request")
-    prompt = inputs.pop("text_input")
-    images = inputs.pop("image", [])
-    if images and loaded.texts.image_mark is None:
-        raise InvalidParameter("image", "cannot be used: this model takes text only")
-    key = msgspec.json.encode((inputs, parameters))
-    known = memo.get(key) or memo.keep(key, _read_parameters(inputs, parameters, config, loaded, names))
     urls = tuple([DATA_URL + image for image in images])
     return msgspec.structs.replace(known, id=request_id, prompt=prompt, images=urls)
 
