@@ -239,7 +239,24 @@ def read_inputs(body: bytes, model: str) -> tuple[str, dict[str, Any], dict[str,
     request_id = next((value for name, value in reversed(members) if name == "id"), "")
     if not isinstance(request_id, str):
         raise TritonRefusal("Unable to parse 'id': attempt to access JSON non-string as string")
-    inputs, parameters = _inputs_and_parameters(members, f"[request id: {request_id or '<id_unknown>'}]", model)
+    whose = f"[request id: {request_id or '<id_unknown>'}]"
+    inputs: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
+    for name, value, within in _flattened(members):
+        kind = _INPUTS.get(name)
+        if kind is None:
+            parameters[name] = _parameter(name, value, within)
+        elif name in inputs:
+            raise TritonRefusal(f"{within}{whose} input '{name}' already exists in request")
+        else:
+            inputs[name] = _input(name, value, kind, within)
+    if "text_input" not in inputs:
+        given = ", ".join(f"'{name}'" for name in inputs)
+        raise TritonRefusal(
+            f"{whose} expected number of inputs between 1 and {len(VLLM_INPUTS)} but got {len(inputs)} inputs for "
+            f"model '{model}'. Got input(s) [{given}], but missing required input(s) ['text_input']. "
+            "Please provide all required input(s)."
+        )
     return request_id, inputs, parameters
 
 
@@ -274,34 +291,6 @@ def _repeats(body: bytes, document: Any) -> bool:
     within = document.get("parameters")
     names = [*document, *within] if isinstance(within, dict) else document
     return any(name in _INPUTS and body.count(b'"%b"' % name.encode()) > 1 for name in names)
-
-
-def _inputs_and_parameters(
-    members: list[tuple[str, Any]], whose: str, model: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the model's inputs, and the parameters (all other members).
-
-    Args:
-        whose: The text that identifies the request in messages.
-    """
-    inputs: dict[str, Any] = {}
-    parameters: dict[str, Any] = {}
-    for name, value, within in _flattened(members):
-        kind = _INPUTS.get(name)
-        if kind is None:
-            parameters[name] = _parameter(name, value, within)
-        elif name in inputs:
-            raise TritonRefusal(f"{within}{whose} input '{name}' already exists in request")
-        else:
-            inputs[name] = _input(name, value, kind, within)
-    if "text_input" not in inputs:
-        given = ", ".join(f"'{name}'" for name in inputs)
-        raise TritonRefusal(
-            f"{whose} expected number of inputs between 1 and {len(VLLM_INPUTS)} but got {len(inputs)} inputs for "
-            f"model '{model}'. Got input(s) [{given}], but missing required input(s) ['text_input']. "
-            "Please provide all required input(s)."
-        )
-    return inputs, parameters
 
 
 def _flattened(members: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str]]:
