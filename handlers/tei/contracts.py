@@ -90,10 +90,6 @@ class TeiContract:
             RequestError: The body is invalid, or the route does not support this kind of model.
         """
 
-    def _check_task(self, task: str, refusal: str) -> None:
-        if self._model is None or task not in self._model.tasks:
-            raise WrongKind(refusal)
-
     def _check_kind(self, refusal: str, *kinds: ModelKind) -> None:
         if self._model is None or self._model.kind not in kinds:
             raise WrongKind(refusal)
@@ -105,7 +101,8 @@ class TeiContract:
         prompts, in_batch = prompts_of(body.inputs)
         if in_batch:
             check_batch(len(prompts), self._config)
-        self._check_task(task, refusal)
+        if self._model is None or task not in self._model.tasks:
+            raise WrongKind(refusal)
         front = text_in_front(body.prompt_name, self._model)
         requests = [request_for(prompt, front, pooling, self._loaded) for prompt in prompts]
         return requests, sum(map(len, prompts))
@@ -121,18 +118,15 @@ class EmbedContract(TeiContract):
         # The engine scales vectors to the norm 1, unless they must first be cut.
         pooling = Pooling(task="embed", activation=body.normalize and dimensions is None, cut=cut)
         requests, characters = self._for_texts(body, "embed", NOT_EMBEDDING, pooling)
-        self._check_form(body)
-        normalize = body.normalize and dimensions is not None
-        return requests, Vectors(len(requests), characters, dimensions, normalize)
-
-    def _check_form(self, body: EmbedBody) -> None:
         size = self._model.vector_size if self._model is not None else 0
-        if body.dimensions is not None and body.dimensions < 1:
+        if dimensions is not None and dimensions < 1:
             raise InvalidRequest("`dimensions` should be positive")
-        if body.dimensions is not None and body.dimensions > size:
+        if dimensions is not None and dimensions > size:
             raise InvalidRequest("`dimensions` should be smaller than the maximum embedding dimension.")
         if body.normalize and self._model is not None and self._model.pooling == SPLADE:
             raise WrongKind("`normalize` is not available for SPLADE models")
+        normalize = body.normalize and dimensions is not None
+        return requests, Vectors(len(requests), characters, dimensions, normalize)
 
 
 class EmbedAllContract(TeiContract):
@@ -220,8 +214,15 @@ class RootContract:
     """`POST /`: the answers of the route for the model's kind, such as /rerank for a reranker."""
 
     def __init__(self, config: ModelConfig, loaded: LoadedModel) -> None:
-        self._route = _contract_of_kind(config, loaded)
-        self._similarity = SimilarityContract(config, loaded)
+        route: type[TeiContract] = EmbedContract
+        if (model := loaded.pooling) is not None:
+            if model.kind == "reranker":
+                route = RerankContract
+            elif model.kind == "classifier":
+                route = PredictContract
+            elif model.pooling == SPLADE:
+                route = EmbedSparseContract
+        self._route, self._similarity = route(config, loaded), SimilarityContract(config, loaded)
 
     def parse(self, call: Call) -> Exchange:
         # TEI accepts bodies of /similarity here only if its environment variable TASK is `sentence-similarity`.
@@ -236,15 +237,3 @@ def _has_source(body: bytes) -> bool:
         return bytes(_decode_inputs(body).inputs).startswith(b"{")
     except msgspec.DecodeError:
         return False  # The route reports the error.
-
-
-def _contract_of_kind(config: ModelConfig, loaded: LoadedModel) -> TeiContract:
-    """Return the contract of the route for the model's kind."""
-    model = loaded.pooling
-    if model is not None and model.kind == "reranker":
-        return RerankContract(config, loaded)
-    if model is not None and model.kind == "classifier":
-        return PredictContract(config, loaded)
-    if model is not None and model.pooling == SPLADE:
-        return EmbedSparseContract(config, loaded)
-    return EmbedContract(config, loaded)
