@@ -32,15 +32,17 @@ class TeiAnswer(PooledAnswer):
         self._characters, self._begun_at = characters, time.monotonic()
         self._tokenization = self._queue = 0.0  # The sums over all prompts, in seconds.
 
-    def counts_and_times(self) -> tuple[tuple[str, str], ...]:
-        """Return headers with counts and with times in milliseconds.
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        self._tokenization += delta.submitted_at - self._begun_at
+        self._queue += delta.queued_seconds
+        return super().feed(prompt, delta)
 
-        The tokenization time and the queue time are means over the prompts, as in TEI.
-        """
+    def document(self, parts: Sequence[Any]) -> bytes:
+        body = encode(self.content(parts))
+        # Times are in milliseconds. As in TEI, the times of tokenization and of the queue are means over the prompts.
         total = time.monotonic() - self._begun_at
-        prompts = len(self._parts)
-        tokenization, queue = self._tokenization / prompts, self._queue / prompts
-        return (
+        tokenization, queue = self._tokenization / len(parts), self._queue / len(parts)
+        self.headers = (
             ("x-compute-type", "gpu+optimized"),
             ("x-compute-time", _milliseconds(total)),
             ("x-compute-characters", str(self._characters)),
@@ -50,15 +52,6 @@ class TeiAnswer(PooledAnswer):
             ("x-queue-time", _milliseconds(queue)),
             ("x-inference-time", _milliseconds(total - tokenization - queue)),
         )
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._tokenization += delta.submitted_at - self._begun_at
-        self._queue += delta.queued_seconds
-        return super().feed(prompt, delta)
-
-    def document(self, parts: Sequence[Any]) -> bytes:
-        body = encode(self.content(parts))
-        self.headers = self.counts_and_times()
         return body
 
     def content(self, parts: Sequence[Any]) -> Any:
@@ -142,14 +135,14 @@ class Predictions(TeiAnswer):
         self._labels, self._raw, self._in_batch = labels, raw, in_batch
 
     def content(self, numbers: Sequence[Any]) -> Any:
-        texts = [self._scored(probabilities(raw, keep=self._raw)) for raw in numbers]
-        return texts if self._in_batch else texts[0]
-
-    def _scored(self, scores: Any) -> list[dict[str, Any]]:
-        return [
-            {"score": scores[number], "label": self._labels.get(int(number), f"LABEL_{number}")}
-            for number in best_first(scores)
+        texts = [
+            [
+                {"score": scores[number], "label": self._labels.get(int(number), f"LABEL_{number}")}
+                for number in best_first(scores)
+            ]
+            for scores in (probabilities(raw, keep=self._raw) for raw in numbers)
         ]
+        return texts if self._in_batch else texts[0]
 
 
 def _milliseconds(seconds: float) -> str:
