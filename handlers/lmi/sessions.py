@@ -87,11 +87,14 @@ class Sessions:
         if action != CLOSE:
             session = await self._run(lambda: self._create(manager))
             assert session.expiration_ts is not None
-            return created(session.session_id, session.expiration_ts)
+            # SageMaker reads the id in `NEW_SESSION_ID`. Clients that call LMI directly read it in `SESSION_ID`.
+            ends = datetime.fromtimestamp(session.expiration_ts, UTC)
+            value = f"{session.session_id}; Expires={ends:%Y-%m-%dT%H:%M:%SZ}"
+            return _reply(session.session_id, "created", ((NEW_SESSION_ID, value), (SESSION_ID, value)))
         if not (session_id := session_of(call)):
             raise failed_dependency(f"CLOSE needs the session's id in the header {SESSION_ID}")
         await self._run(lambda: _close(manager, session_id))
-        return closed(session_id)
+        return _reply(session_id, "closed", ((CLOSED_SESSION_ID, session_id),))
 
     async def stop(self) -> None:
         """Stop the threads, and wait a few seconds until the sessions are saved to S3."""
@@ -244,24 +247,6 @@ def action_of(body: bytes) -> str:
     if asked not in (f'"{NEW_SESSION}"', f'"{CLOSE}"'):
         raise payload_refused(f"`requestType` must be {NEW_SESSION} or {CLOSE}, got {_shown(asked)}")
     return asked.strip('"')
-
-
-def created(session_id: str, expires: float) -> Reply:
-    """Return the reply to NEW_SESSION.
-
-    The id is in two headers. SageMaker reads `NEW_SESSION_ID`. Clients that call LMI directly read `SESSION_ID`.
-
-    Args:
-        session_id: The session's id.
-        expires: The time at which the session expires, in seconds since the epoch.
-    """
-    value = f"{session_id}; Expires={datetime.fromtimestamp(expires, UTC):%Y-%m-%dT%H:%M:%SZ}"
-    return _reply(session_id, "created", ((NEW_SESSION_ID, value), (SESSION_ID, value)))
-
-
-def closed(session_id: str) -> Reply:
-    """Return the reply to CLOSE."""
-    return _reply(session_id, "closed", ((CLOSED_SESSION_ID, session_id),))
 
 
 def _reply(session_id: str, action: str, headers: tuple[tuple[str, str], ...]) -> Reply:

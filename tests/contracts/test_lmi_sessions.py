@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from djl_python.session_manager import Session, SessionManager
 from handlers.contract import ContractError, Reply
-from handlers.lmi import sessions
-from handlers.lmi.sessions import SESSION_ID, action_of, session_of
+from handlers.lmi.sessions import SESSION_ID, Sessions, action_of, session_of
 from tests.contracts.exchange import call
 from tests.stand_ins.request_headers import request_headers
 
 UUID = "3f1c8f0e-0b0e-4f6f-9d43-0d6d3e1f2a5b"
 
 
-def test_a_new_session_has_lmis_body_and_both_headers() -> None:
-    assert sessions.created(UUID, 1_800_000_000.9) == Reply(
+async def test_a_new_session_has_lmis_body_and_both_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = SessionManager({"sessions_path": str(tmp_path)})
+    monkeypatch.setattr(manager, "create_session", lambda: Session(UUID, str(tmp_path), 1_800_000_000.9))
+    assert await Sessions(manager, 503).answer(call({"requestType": "NEW_SESSION"})) == Reply(
         200,
         "application/json",
         f'{{"result": "Session {UUID} created"}}\n'.encode(),
@@ -32,8 +35,10 @@ def test_a_new_session_has_lmis_body_and_both_headers() -> None:
     )
 
 
-def test_a_closed_session_has_lmis_body_and_header() -> None:
-    assert sessions.closed(UUID) == Reply(
+async def test_a_closed_session_has_lmis_body_and_header(tmp_path: Path) -> None:
+    (tmp_path / UUID).mkdir()
+    closing = replace(call({"requestType": "CLOSE"}), headers=request_headers((SESSION_ID, UUID)))
+    assert await Sessions(SessionManager({"sessions_path": str(tmp_path)}), 503).answer(closing) == Reply(
         200,
         "application/json",
         f'{{"result": "Session {UUID} closed"}}\n'.encode(),
