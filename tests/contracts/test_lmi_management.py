@@ -31,7 +31,6 @@ def refusal(asked: Call) -> Reply:
 @pytest.mark.parametrize(
     ("reply", "status", "body"),
     [
-        (model_management.registered("m"), 200, b'{\n  "status": "Model \\"m\\" registered."\n}\n'),
         (model_management.model_list([], 0, 100), 200, b'{\n  "models": []\n}\n'),
         (
             model_management.model_list([A, B], 0, 100),

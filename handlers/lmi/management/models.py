@@ -175,7 +175,9 @@ async def register(call: Call, management: Management) -> Reply:
         name = await management.register(order)
     except RegistrationFailed as error:
         raise refused(*_REFUSALS[error.cause], error.message) from None
-    return registered(name) if order.synchronous else registration_scheduled(name)
+    if order.synchronous:
+        return _status(f'Model "{name}" registered.')
+    return _status(f'Model "{name}" registration scheduled.', 202)
 
 
 async def describe(call: Call, management: Management) -> Reply:
@@ -190,18 +192,18 @@ async def scale(call: Call, management: Management) -> Reply:
     name, version = _named(call)
     least, most = read_scale(call, management.workers(name, version))
     try:
-        actual = management.scale(name, version, least, most)
+        least, most = management.scale(name, version, least, most)
     except InvalidRequest as error:
         parameter = "max_worker" if "max_worker" in dict(call.query) else "min_worker"
         raise bad_request(f"Parameter {parameter} is {most}; {error.message}") from None
-    return scaled(name, *actual)
+    return _status(f'Workflow "{name}" worker scaled. New Worker configuration min workers:{least} max workers:{most}')
 
 
 async def unregister(call: Call, management: Management) -> Reply:
     """`DELETE /models/<m>`."""
     name, version = _named(call)
     await management.unregister(name, version)
-    return unregistered(name)
+    return _status(f'Model or workflow "{name}" unregistered')
 
 
 def wrong_method(_: Call) -> Reply:
@@ -212,26 +214,6 @@ def wrong_method(_: Call) -> Reply:
 
 def _named(call: Call) -> tuple[str, str | None]:
     return call.path_parameters["model"], call.path_parameters.get("version")
-
-
-def registered(name: str) -> Reply:
-    """Return the reply to a registration after the model was loaded."""
-    return _status(f'Model "{name}" registered.')
-
-
-def registration_scheduled(name: str) -> Reply:
-    """Return the reply to a registration that does not wait for the model."""
-    return _status(f'Model "{name}" registration scheduled.', 202)
-
-
-def unregistered(name: str) -> Reply:
-    """Return the reply to a DELETE."""
-    return _status(f'Model or workflow "{name}" unregistered')
-
-
-def scaled(name: str, least: int, most: int) -> Reply:
-    """Return the reply to a PUT, with the numbers of workers."""
-    return _status(f'Workflow "{name}" worker scaled. New Worker configuration min workers:{least} max workers:{most}')
 
 
 def model_list(models: Sequence[ListedModel], start: int, limit: int) -> Reply:
