@@ -5,7 +5,7 @@ Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
@@ -78,12 +78,27 @@ class LmiDynamicContract:
             ]
         )
         notes = notes_of(body.document, _FIELDS, parsed.ignored)
-        return Exchange(requests, self._answer(prompts, parsed.return_full_text), notes, names=parsed.names)
+        answer: Answer
+        if self._streaming == "false":
+            answer = ListAnswer(TokenForm(colon=":", full_text=parsed.return_full_text), prompts)
+        else:
+            # With the value "huggingface", a stream begins with the prompt, as in the transformers library.
+            with_prompt = self._streaming == "huggingface" and parsed.return_full_text
+            answer = RecordListAnswer(len(prompts), self._pad_text, prompts if with_prompt else ())
+        return Exchange(requests, answer, notes, names=parsed.names)
 
     def _parsed(self, given: dict[str, Any]) -> LmiParameters:
         """Return the parameters of a request, adapted to the answers of this contract."""
-        values = _rolling_batch_names(given, self._max_new_tokens)
-        parameters = _parameters(values, given, self._rules)
+        values = {name: value for name, value in given.items() if value is not None}
+        names: dict[str, str] = {}  # The client's name of a parameter that has another name in the rolling batch.
+        if (seed := values.pop("manual_seed", None)) is not None and "seed" not in values:
+            values["seed"], names["seed"] = seed, "manual_seed"
+        if "max_tokens" not in values:
+            values.setdefault("max_new_tokens", self._max_new_tokens)
+        try:
+            parameters = read_parameters(values, self._rules)
+        except InvalidParameter as error:
+            raise error.renamed(names) from None
         asked, stream = parameters.request, self._streaming != "false"
         if stream and asked.beam_search is not None:
             raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
@@ -100,14 +115,8 @@ class LmiDynamicContract:
             request=request,
             return_full_text=values.get("return_full_text") is not False,
             ignored=(*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values)),
+            names={**parameters.names, **names},
         )
-
-    def _answer(self, prompts: tuple[str, ...], full_text: bool) -> Answer:
-        if self._streaming == "false":
-            return ListAnswer(TokenForm(colon=":", full_text=full_text), prompts)
-        # With the value "huggingface", a stream begins with the prompt, as in the transformers library.
-        with_prompt = self._streaming == "huggingface" and full_text
-        return RecordListAnswer(len(prompts), self._pad_text, prompts if with_prompt else ())
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
@@ -124,27 +133,6 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
         if not prompt:
             raise InvalidRequest("`inputs` must not be empty")
     return tuple(prompts)
-
-
-def _rolling_batch_names(values: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """Return the parameters that are not null, with the names of the rolling batch and a limit on new tokens."""
-    given = {name: value for name, value in values.items() if value is not None}
-    if "manual_seed" in given:
-        given.setdefault("seed", given["manual_seed"])
-        del given["manual_seed"]
-    if "max_tokens" not in given:
-        given.setdefault("max_new_tokens", max_new_tokens)
-    return given
-
-
-def _parameters(values: dict[str, Any], given: Mapping[str, Any], rules: ParameterRules) -> LmiParameters:
-    """Read the parameters. Errors use the client's parameter names."""
-    names = {"seed": "manual_seed"} if given.get("manual_seed") is not None and given.get("seed") is None else {}
-    try:
-        parameters = read_parameters(values, rules)
-    except InvalidParameter as error:
-        raise error.renamed(names) from None
-    return msgspec.structs.replace(parameters, names={**parameters.names, **names})
 
 
 class ListAnswer(TokenDocument):
