@@ -114,26 +114,19 @@ class PoolingContract:
             except InvalidRequest as error:
                 raise self.refusals.unreadable(error) from None
             requests, answer = self._exchange(document)
-            prompts = self._with_adapters(call, document, requests)
+            names: Sequence[str | None] = [None] * len(requests)
+            if self._lora:
+                given = document.get("adapters") if isinstance(document, dict) else None
+                names = adapters_of(call, given, len(requests))
         except RequestError as error:
             raise ContractError(self.refusals.reply(error), error.message) from None
-        notes = notes_of(document, self.fields, ()) if isinstance(document, dict) else ()
-        return Exchange(prompts, answer, notes)
-
-    def _with_adapters(
-        self, call: Call, document: Any, requests: Sequence[GenerationRequest]
-    ) -> tuple[GenerationRequest, ...]:
-        given = document.get("adapters") if isinstance(document, dict) else None
-        names: Sequence[str | None] = [None] * len(requests)
-        if self._lora:
-            names = adapters_of(call, given, len(requests))
         ids = request_ids(call, len(requests))
-        return tuple(
-            [
-                msgspec.structs.replace(request, request_id=request_id, adapter=name, **call.steering)
-                for request, request_id, name in zip(requests, ids, names, strict=True)
-            ]
-        )
+        named = [
+            msgspec.structs.replace(request, request_id=request_id, adapter=name, **call.steering)
+            for request, request_id, name in zip(requests, ids, names, strict=True)
+        ]
+        notes = notes_of(document, self.fields, ()) if isinstance(document, dict) else ()
+        return Exchange(tuple(named), answer, notes)
 
     @abstractmethod
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
