@@ -81,8 +81,11 @@ def metadata(call: Call, view: ModelView) -> Reply:
     if side not in ("left", "right"):
         raise InvalidParameter("truncation_side", 'must be "left" or "right"')
     max_length = read.integer("max_length", model.max_model_len, minimum=0)
-    dropped = dropped_by_truncation(model, text, max_length, side)
-    return json_reply({"tokens_nb": len(ids_inside(model, text)), "truncated_text": dropped})
+    ids = _encode(model, text)
+    excess = max(len(ids) - max_length, 0)
+    dropped = ids[:excess] if side == "left" else ids[len(ids) - excess :]
+    truncated = model.texts.decode(dropped) if dropped else ""
+    return json_reply({"tokens_nb": len(ids_inside(model, text)), "truncated_text": truncated})
 
 
 def chat(call: Call, view: ModelView) -> Call | None:
@@ -107,16 +110,15 @@ def tokenizer_v2(call: Call, view: ModelView) -> Reply:
     """`POST /v2/tokenizer`, which is vLLM's `/tokenize`, with vLLM's errors."""
     try:
         model = view.text()
-        ids = _prompt_ids(call, model) if view.rendered is None else view.chat().token_ids
+        if view.rendered is None:
+            read = FieldReader(document(call))
+            text = check_text("prompt", read.required_string("prompt"))
+            ids = model.texts.encode(text, special=read.boolean("add_special_tokens", True))
+        else:
+            ids = view.chat().token_ids
     except RequestError as error:
         return vllm_error(error)
     return json_reply({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids})
-
-
-def _prompt_ids(call: Call, model: LoadedModel) -> list[int]:
-    read = FieldReader(document(call))
-    text = check_text("prompt", read.required_string("prompt"))
-    return model.texts.encode(text, special=read.boolean("add_special_tokens", True))
 
 
 def decode_v2(call: Call, view: ModelView) -> Reply:
@@ -232,13 +234,3 @@ def split_text(model: LoadedModel, text: str, minimum: int, separators: Sequence
             begin = end
     chunks.append("".join(texts[begin:]))
     return [chunk for chunk in chunks if chunk]
-
-
-def dropped_by_truncation(model: LoadedModel, text: str, max_length: int, side: str) -> str:
-    """Return the part of the text that truncation to `max_length` tokens drops: its beginning (`left`) or its end
-    (`right`).
-    """
-    ids = _encode(model, text)
-    excess = max(len(ids) - max_length, 0)
-    dropped = ids[:excess] if side == "left" else ids[len(ids) - excess :]
-    return model.texts.decode(dropped) if dropped else ""
