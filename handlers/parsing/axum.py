@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,6 +41,19 @@ def read_request(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
         if (match := _VALIDATION_PATH.fullmatch(message)) is not None:
             message = f"{match[2]}: {match[1]}" if match[2] else match[1]
         raise wrong_shape(message) from None
+
+
+def notes_of_unknown(names: Sequence[str], *, strict: bool) -> tuple[str, ...]:
+    """Return the log lines about the fields with these names, which have no effect.
+
+    Raises:
+        InvalidRequest: There are such fields, and option.strict_parameters is on.
+    """
+    if not names:
+        return ()
+    if strict:
+        raise errors.InvalidRequest(f"`{names[0]}` is not known to this server (option.strict_parameters is on)")
+    return (f"fields without effect: {', '.join(names)}",)
 
 
 def unreadable_body(status: int, explanation: str) -> ContractError:

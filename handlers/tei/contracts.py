@@ -14,7 +14,7 @@ from engines.pooling import ModelKind, Pooling, Side
 from engines.request import GenerationRequest
 from handlers.contract import Call, ContractError, Exchange
 from handlers.model_config import ModelConfig
-from handlers.parsing.axum import read_request
+from handlers.parsing.axum import notes_of_unknown, read_request
 from handlers.parsing.json_limits import JsonDecoder
 from handlers.route_declarations import adapter_of
 from handlers.tei.answer import Predictions, Ranks, Similarities, SparseVectors, TeiAnswer, Vectors
@@ -61,7 +61,8 @@ class TeiContract:
     def parse(self, call: Call) -> Exchange:
         body, document = read_request(call, self.shape)
         try:
-            notes = self._notes(document)
+            unknown = sorted(document.keys() - set(self.shape.__struct_fields__))
+            notes = notes_of_unknown(unknown, strict=self._config.strict_parameters)
             requests, answer = self.requests_and_answer(body)
             adapter = adapter_of(call, self._config, None)
         except RequestError as error:
@@ -72,14 +73,6 @@ class TeiContract:
             for place, request in enumerate(requests)
         ]
         return Exchange(tuple(named), answer, notes)
-
-    def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
-        unknown = sorted(document.keys() - set(self.shape.__struct_fields__))
-        if not unknown:
-            return ()
-        if self._config.strict_parameters:
-            raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
-        return (f"fields without effect: {', '.join(unknown)}",)
 
     @abstractmethod
     def requests_and_answer(self, body: Any) -> Parsed:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -17,7 +16,7 @@ from handlers.answers.token_answer import without
 from handlers.contract import JSON, Call, Contract, ContractError, Exchange, Reply
 from handlers.model_config import ModelConfig
 from handlers.openapi_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
-from handlers.parsing.axum import read_request
+from handlers.parsing.axum import notes_of_unknown, read_request
 from handlers.parsing.parameter_memo import ParameterMemo
 from handlers.route_declarations import (
     ContractRoutes,
@@ -62,7 +61,7 @@ class TgiContract:
         body, document = read_request(call, TgiRequest)
         streams = bool(body.stream) if self._streams is None else self._streams
         try:
-            notes = self._notes(document)
+            notes = notes_of_unknown(unread_names(document), strict=self._config.strict_parameters)
             key = msgspec.json.encode((streams, body.parameters))
             if (known := self._memo.get(key)) is not None and body.inputs:
                 parameters = known
@@ -113,14 +112,6 @@ class TgiContract:
         in_array = self._streams is None
         whole = WholeAnswer(form, body.inputs, seeds, in_array=in_array, compute_type=compute_type)
         return Exchange(requests, whole, notes, images, _NAMES)
-
-    def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
-        unknown = unread_names(document)
-        if not unknown:
-            return ()
-        if self._config.strict_parameters:
-            raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
-        return (f"fields without effect: {', '.join(unknown)}",)
 
 
 _BODY = struct(TgiRequest, "TgiRequest")
