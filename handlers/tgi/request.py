@@ -79,10 +79,9 @@ def max_input_tokens(model: LoadedModel, config: ModelConfig) -> int:
 class TgiParameters:
     """The validated and translated parameters of a request."""
 
-    request: GenerationRequest  # The request without its id and prompt.
+    request: GenerationRequest  # The request without its id, its prompt and its adapter.
     best_of: int
     details: bool
-    prefill: bool
     top_tokens: int
 
     @property
@@ -121,15 +120,21 @@ def validate(
     if truncate is not None and not 0 < truncate <= most:
         raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
     prefill = bool(parameters.decoder_input_details)
+    details = bool(parameters.details) or prefill
+    want_tokens = streams or details or best_of > 1
     request = GenerationRequest(
         sampling=sampling,
         truncate_prompt_tokens=truncate,
         room=min(sampling.max_tokens or 1, _MOST_RESERVED),
+        stream=streams,
+        want_tokens=want_tokens,
+        want_logprobs=want_tokens,
+        want_prompt_tokens=prefill,
+        top_tokens=top_tokens if streams or details else 0,
         adapter=parameters.adapter_id or None,
         memo=EngineMemo(),
     )
-    details = bool(parameters.details) or prefill
-    return TgiParameters(request=request, best_of=best_of, details=details, prefill=prefill, top_tokens=top_tokens)
+    return TgiParameters(request=request, best_of=best_of, details=details, top_tokens=top_tokens)
 
 
 def _best_of(parameters: RequestParameters, most: int, streams: bool) -> int:

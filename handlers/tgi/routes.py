@@ -80,17 +80,11 @@ class TgiContract:
         candidates = [parameters] * parameters.best_of
         if parameters.details:
             candidates = [parameters.seeded() for _ in candidates]
-        want_tokens = streams or parameters.details or parameters.best_of > 1
         requests = tuple(
             msgspec.structs.replace(
                 candidate.request,
                 request_id=call.request_id if parameters.best_of == 1 else f"{call.request_id}-{place}",
                 prompt=prompt,
-                stream=streams,
-                want_tokens=want_tokens,
-                want_logprobs=want_tokens,
-                want_prompt_tokens=parameters.prefill,
-                top_tokens=parameters.top_tokens if streams or parameters.details else 0,
                 adapter=adapter,
                 **call.steering,
             )
