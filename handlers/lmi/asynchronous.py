@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from engines.errors import DeadlineExceeded, InvalidParameter, InvalidRequest, RequestError
+from engines.request import GenerationRequest
 from handlers.answers.token_answer import TokenDocument, TokenForm, TokenStream
 from handlers.contract import JSON, Call, Exchange, Reply
 from handlers.djl_errors import FAILED_DEPENDENCY, payload_error
@@ -24,7 +25,7 @@ from handlers.model_config import ModelConfig
 from handlers.parsing.constraints import FORMS, refuse_unread
 from handlers.parsing.json_fields import ParameterReader, json_kind
 from handlers.parsing.parameter_memo import ParameterMemo
-from handlers.parsing.vllm_parameters import VllmParameters, read_vllm_parameters, vllm_names
+from handlers.parsing.vllm_parameters import read_vllm_parameters, vllm_names
 from handlers.route_declarations import error_body
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
@@ -74,7 +75,7 @@ class LmiAsyncContract:
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
         request = msgspec.structs.replace(
-            parameters.vllm.request, request_id=call.request_id, prompt=prompt, adapter=adapter, **call.steering
+            parameters.request, request_id=call.request_id, prompt=prompt, adapter=adapter, **call.steering
         )
         form, seed = parameters.form, request.sampling.seed
         answer = StreamAnswer(form, prompt, seed) if stream else WholeAnswer(form, (prompt,), (seed,))
@@ -91,7 +92,7 @@ class LmiAsyncContract:
             document, prompt, stream, parameters = self._read(call)
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
-        vllm = parameters.vllm.request
+        vllm = parameters.request
         sampling = {
             name: value for name, value in msgspec.structs.asdict(vllm.sampling).items() if value not in (None, ())
         }
@@ -124,20 +125,55 @@ class LmiAsyncContract:
         document, values = body.document, body.parameters
         stream = stream_of(document.get("stream", values.get("stream")))
         key = msgspec.json.encode((stream, values))
-        if (parameters := self._memo.get(key)) is None:
-            strict = self._config.strict_parameters
-            parameters = _read_parameters(values, self._model_defaults, stream=stream, strict=strict)
-            want_tokens = stream or bool(parameters.form.details)
-            request = msgspec.structs.replace(
-                parameters.vllm.request,
-                stream=stream,
-                want_tokens=want_tokens,
-                want_logprobs=want_tokens and self._config.lmi.token_logprobs,
-                want_prompt_tokens=parameters.prompt_details and not stream,
-            )
-            parameters = replace(parameters, vllm=replace(parameters.vllm, request=request))
-            self._memo.keep(key, parameters)
+        parameters = self._memo.get(key) or self._memo.keep(key, self._parse_parameters(values, stream))
         return document, body.prompts[0], stream, parameters
+
+    def _parse_parameters(self, values: Mapping[str, Any], stream: bool) -> AsyncParameters:
+        """Validate and translate the parameters of a request. A parameter that is null counts as absent.
+
+        Raises:
+            InvalidParameter: A parameter is wrong. The message has the parameter, its value and the allowed values.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        own = ParameterReader({name: value for name, value in given.items() if name in _LMI_PARAMETERS})
+        passed = {
+            name: value for name, value in self._model_defaults.items() if name in _MODEL_DEFAULTS and value is not None
+        }
+        passed["max_tokens"] = DEFAULT_MAX_NEW_TOKENS
+        passed |= {vllm_name: given[name] for name, vllm_name in VLLM_NAMES.items() if name in given}
+        passed |= {name: value for name, value in given.items() if name in VLLM_PARAMETERS}
+        if own.has("do_sample") and not own.boolean("do_sample", True):
+            passed["temperature"] = 0.0
+        if stop := own.strings("stop_sequences"):
+            passed["stop"] = [*stop, *ParameterReader(passed).strings("stop")]
+        ignored = sorted(given.keys() - _LMI_PARAMETERS - VLLM_PARAMETERS - VLLM_NAMES.keys() - {"stream"})
+        refuse_unread(given, ignored, NOT_READ)
+        if ignored and self._config.strict_parameters:
+            raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
+        names = vllm_names(passed)
+        names |= {other: name for name, other in VLLM_NAMES.items() if name in given and other not in given}
+        try:
+            parameters = read_vllm_parameters(passed)
+        except InvalidParameter as error:
+            raise error.renamed(names) from None
+        details = own.boolean("details", False)
+        prompt_details = details and own.boolean("decoder_input_details", False)
+        members = (_LAST if stream else _DETAILS) if details else ()
+        want_tokens = stream or details
+        request = msgspec.structs.replace(
+            parameters.request,
+            stream=stream,
+            want_tokens=want_tokens,
+            want_logprobs=want_tokens and self._config.lmi.token_logprobs,
+            want_prompt_tokens=prompt_details and not stream,
+        )
+        return AsyncParameters(
+            request=request,
+            form=msgspec.structs.replace(_FORM, details=members, full_text=own.boolean("return_full_text", False)),
+            prompt_details=prompt_details,
+            ignored=tuple(ignored),
+            names=names,
+        )
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
@@ -163,57 +199,11 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
 class AsyncParameters:
     """The parameters of a request."""
 
-    vllm: VllmParameters
+    request: GenerationRequest  # The request without its id, its prompt and its adapter.
     form: TokenForm
     prompt_details: bool
     ignored: tuple[str, ...]
     names: Mapping[str, str]  # See `Exchange`.
-
-
-def _read_parameters(
-    values: Mapping[str, Any], model_defaults: Mapping[str, Any], *, stream: bool, strict: bool
-) -> AsyncParameters:
-    """Validate and translate the parameters of a request. A parameter that is null counts as absent.
-
-    Args:
-        values: The parameters.
-        model_defaults: The default sampling parameters that vLLM takes from the model's generation config.
-        stream: True if the answer is streamed.
-        strict: True refuses unknown parameters.
-
-    Raises:
-        InvalidParameter: A parameter is wrong. The message has the parameter, its value and the allowed values.
-    """
-    given = {name: value for name, value in values.items() if value is not None}
-    own = ParameterReader({name: value for name, value in given.items() if name in _LMI_PARAMETERS})
-    passed = {name: value for name, value in model_defaults.items() if name in _MODEL_DEFAULTS and value is not None}
-    passed["max_tokens"] = DEFAULT_MAX_NEW_TOKENS
-    passed |= {vllm_name: given[name] for name, vllm_name in VLLM_NAMES.items() if name in given}
-    passed |= {name: value for name, value in given.items() if name in VLLM_PARAMETERS}
-    if own.has("do_sample") and not own.boolean("do_sample", True):
-        passed["temperature"] = 0.0
-    if stop := own.strings("stop_sequences"):
-        passed["stop"] = [*stop, *ParameterReader(passed).strings("stop")]
-    ignored = sorted(given.keys() - _LMI_PARAMETERS - VLLM_PARAMETERS - VLLM_NAMES.keys() - {"stream"})
-    refuse_unread(given, ignored, NOT_READ)
-    if ignored and strict:
-        raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
-    names = vllm_names(passed)
-    names |= {other: name for name, other in VLLM_NAMES.items() if name in given and other not in given}
-    try:
-        parameters = read_vllm_parameters(passed)
-    except InvalidParameter as error:
-        raise error.renamed(names) from None
-    details = own.boolean("details", False)
-    prompt_details = details and own.boolean("decoder_input_details", False)
-    members = (_LAST if stream else _DETAILS) if details else ()
-    return AsyncParameters(
-        vllm=parameters,
-        form=msgspec.structs.replace(_FORM, details=members, full_text=own.boolean("return_full_text", False)),
-        prompt_details=prompt_details,
-        ignored=tuple(ignored),
-        names=names,
-    )
 
 
 class WholeAnswer(TokenDocument):
