@@ -160,7 +160,15 @@ class Input:
             KeyError: The input has no content with this key.
             ValueError: The content is not JSON.
         """
-        return _read_json(self._body(key))
+        text = _read_text(self._body(key))
+        try:
+            return json.loads(text)
+        except RecursionError as error:
+            raise ValueError("The body is not JSON that can be read: it is nested too deeply") from error
+        except json.JSONDecodeError as error:
+            raise json.JSONDecodeError(f"The body is not JSON: {error.msg}", error.doc, error.pos) from error
+        except ValueError as error:
+            raise ValueError(f"The body is not JSON: {error}") from error
 
     def get_as_image(self, key: str | None = None) -> Image:
         """Return the content as a decoded Pillow image.
@@ -170,7 +178,14 @@ class Input:
             ValueError: Pillow cannot read the content.
             ImportError: Pillow is not installed.
         """
-        return _read_image(self._body(key))
+        body = self._body(key)
+        pillow = require("PIL.Image", "an image body", "Pillow")
+        try:
+            image: Image = pillow.open(io.BytesIO(body))
+            image.load()  # Pillow reports a malformed image only when the image is decoded.
+        except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
+            raise _image_error()(f"The body is not an image that can be read: {error}") from error
+        return image
 
     def get_as_numpy(self, key: str | None = None) -> list[NDArray[Any]]:
         """Return the arrays in NDList, npz or npy content.
@@ -219,13 +234,11 @@ class Input:
         value = self.get_as_bytes(key)
         if value is None:
             raise ValueError("The input has no content")
-        return value if isinstance(value, (bytes, bytearray)) else _as_bytes(value)
-
-
-def _as_bytes(value: Any) -> bytes:
-    if isinstance(value, memoryview):
-        return bytes(value)
-    return (value if isinstance(value, str) else json.dumps(value)).encode("utf-8")
+        if isinstance(value, (bytes, bytearray)):
+            return value
+        if isinstance(value, memoryview):
+            return bytes(value)
+        return (value if isinstance(value, str) else json.dumps(value)).encode("utf-8")
 
 
 def _is_batch_key(key: str) -> bool:
@@ -238,18 +251,6 @@ def _read_text(body: Body) -> str:
     except UnicodeDecodeError as error:
         error.reason += ": the body is not UTF-8"
         raise
-
-
-def _read_json(body: Body) -> Any:
-    text = _read_text(body)
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("The body is not JSON that can be read: it is nested too deeply") from error
-    except json.JSONDecodeError as error:
-        raise json.JSONDecodeError(f"The body is not JSON: {error.msg}", error.doc, error.pos) from error
-    except ValueError as error:
-        raise ValueError(f"The body is not JSON: {error}") from error
 
 
 def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
@@ -271,17 +272,6 @@ def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
     except csv.Error as error:
         raise ValueError(f"The body is not CSV: {error}") from error
     return names, rows
-
-
-def _read_image(body: Body) -> Image:
-    """Return a decoded Pillow image. Pillow reports a malformed image only when the image is decoded."""
-    pillow = require("PIL.Image", "an image body", "Pillow")
-    try:
-        image: Image = pillow.open(io.BytesIO(body))
-        image.load()
-    except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
-        raise _image_error()(f"The body is not an image that can be read: {error}") from error
-    return image
 
 
 @cache
