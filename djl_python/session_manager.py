@@ -59,9 +59,16 @@ class SessionManager:
         """Create `sessions_path` if it does not exist. A server that stops removes this directory if it is empty.
 
         Raises:
-            ValueError: Another user can write to the directory.
+            ValueError: Another user can write to the directory, whose files are unpickled.
         """
-        _make_own_directory(self.sessions_path)
+        path = self.sessions_path
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        status = os.stat(path)
+        if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_MAY_WRITE:
+            raise ValueError(
+                f"sessions_path {path} must belong to the user {os.geteuid()} and be writable for no other user: it "
+                f"belongs to {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}"
+            )
 
     def create_session(self) -> Session:
         """Create a session. Remove expired sessions."""
@@ -149,17 +156,6 @@ class SessionManager:
             return False
         ends = Session(entry.name, self.sessions_path).expiration_ts
         return ends is None or time.time() > ends
-
-
-def _make_own_directory(path: str) -> None:
-    """Create the directory and check that no other user can write to it, because its files are unpickled."""
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    status = os.stat(path)
-    if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_MAY_WRITE:
-        raise ValueError(
-            f"sessions_path {path} must belong to the user {os.geteuid()} and be writable for no other user: it "
-            f"belongs to {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}"
-        )
 
 
 def _default_path() -> str:
