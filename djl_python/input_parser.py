@@ -94,7 +94,11 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
             request.client_request_id = item.get_property("requestId")
             request.tokenizer = kwargs.get("tokenizer")
             request.tgi_compat = bool(getattr(configs, "tgi_compat", False))
-            _set_server_parameters(request, item, configs, rolling)
+            request.server_parameters = dict(request.parameters)
+            if rolling and item.contains_key("seed"):
+                request.server_parameters.setdefault("seed", item.get_as_string("seed"))
+            if request.output_formatter is None:
+                request.output_formatter = getattr(configs, "output_formatter", None)
             parsed.requests.append(Request(request))
         except Exception as error:  # A custom formatter may raise any exception.
             logging.exception("Request %s cannot be parsed", item.get_property("requestId"))
@@ -148,14 +152,6 @@ def parse_lmi_default_request_rolling_batch(payload: Any) -> tuple[str, dict[str
 def _is_rolling(configs: Any) -> bool:
     chosen = getattr(configs, "rolling_batch", None)
     return (getattr(chosen, "value", chosen) or "disable") != "disable"
-
-
-def _set_server_parameters(request: TextInput, item: Input, configs: Any, rolling: bool) -> None:
-    request.server_parameters = dict(request.parameters)
-    if rolling and item.contains_key("seed"):
-        request.server_parameters.setdefault("seed", item.get_as_string("seed"))
-    if request.output_formatter is None:
-        request.output_formatter = getattr(configs, "output_formatter", None)
 
 
 def _object(parameters: Any) -> dict[str, Any]:
