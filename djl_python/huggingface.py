@@ -83,7 +83,10 @@ class HuggingFaceService:
             self.rolling_batch = get_rolling_batch_class_from_str(rolling_batch)(model, properties)
             self.tokenizer = self.rolling_batch.get_tokenizer()
         elif settings.enable_streaming != "false":
-            self.model, self.tokenizer = load(_streaming_model_class(settings), settings)
+            transformers = require("transformers", _PURPOSE)
+            is_causal = (settings.task or infer_task(settings)) == TEXT_GENERATION
+            model_class = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
+            self.model, self.tokenizer = load(model_class, settings)
         else:
             self.hf_pipeline = self.get_pipeline(settings.task or infer_task(settings), model, settings.kwargs)
             self.model, self.tokenizer = self.hf_pipeline.model, self.hf_pipeline.tokenizer
@@ -189,12 +192,6 @@ class StopWord:
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> bool:
         return re.search(self.stop_seq, self.tokenizer.decode(input_ids[0][-len(self.stop_seq) :])) is not None
-
-
-def _streaming_model_class(settings: HuggingFaceProperties) -> Any:
-    transformers = require("transformers", _PURPOSE)
-    is_causal = (settings.task or infer_task(settings)) == "text-generation"
-    return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
 
 
 def _accepted(item: Input) -> str:
