@@ -35,7 +35,6 @@ class _ActiveRequest:
 
     request: Request
     seen: bool = False  # Whether the handler has answered the request in a step.
-    last: bool = False  # Whether the handler has sent the last part.
     seed: str = field(default_factory=lambda: str(random.getrandbits(31)))
 
     def entry(self, index: int) -> Message:
@@ -99,10 +98,10 @@ class RollingBatcher:
             return
         headers = _headers_by_request(output.properties)
         for index, (active, part) in enumerate(zip(self._active, parts, strict=True)):
-            active.seen, active.last = True, part.last
+            active.seen = True
             named = (("Content-Type", part.content_type),) if part.content_type else ()
             active.request.reply.accept(part, (*named, *headers.get(index, ())))
-        self._active = [active for active in self._active if not active.last]
+        self._active = [active for active, part in zip(self._active, parts, strict=True) if not part.last]
 
     def _on_done(self) -> None:
         if not self._answered:
