@@ -267,48 +267,23 @@ def _tokens(text: Config, layers: int, length: int) -> Iterator[int]:
 
 def _accepted(config: Config, size: int) -> bool:
     text = _text(config)
-    quantization = _quantization(config)
-    blocks = -(-_first(text, ("vocab_size", "padded_vocab_size")) // _VOCABULARY_PADDING)
-    return all(
-        (
-            _heads_fit(text, size),
-            _widths_fit(text, size),
-            _state_fits(text, size),
-            blocks * _VOCABULARY_PADDING % size == 0,
-            _blocks_fit(text, quantization, size),
-            all(_vision_fits(config[name], size) for name in _VISION if isinstance(config.get(name), Mapping)),
-        )
-    )
-
-
-def _heads_fit(text: Config, size: int) -> bool:
-    """Return True if the attention heads divide evenly among the GPUs, and the KV heads too.
-
-    If there are fewer KV heads than GPUs, each KV head must have the same number of copies.
-    """
     heads, kv_heads = _first(text, _HEADS), _kv_heads(text)
-    if heads % size or not kv_heads:
-        return not heads % size
-    return kv_heads % size == 0 if kv_heads >= size else size % kv_heads == 0
-
-
-def _widths_fit(text: Config, size: int) -> bool:
-    """Return True if all feed-forward layers divide evenly: dense layers, experts, and shared experts."""
-    widths = [text.get(name) for name in (*_WIDTHS, *_SHARED_WIDTHS)]
-    return all(width % size == 0 for width in _numbers(widths))
-
-
-def _state_fits(text: Config, size: int) -> bool:
-    """Return True if the heads of recurrent layers divide evenly, and the groups of heads if there are several."""
-    heads = _numbers([text.get(name) for name in _STATE_HEADS])
+    if heads % size:
+        return False
+    # If there are fewer KV heads than GPUs, each KV head must have the same number of copies.
+    if kv_heads and (kv_heads % size if kv_heads >= size else size % kv_heads):
+        return False
+    # The widths of feed-forward layers (dense layers, experts, shared experts), and the heads of recurrent layers.
+    shared = _numbers([text.get(name) for name in (*_WIDTHS, *_SHARED_WIDTHS, *_STATE_HEADS)])
     groups = _first(text, _STATE_GROUPS)
-    return all(count % size == 0 for count in heads) and (groups in (0, 1) or groups % size == 0)
-
-
-def _vision_fits(vision: Config, size: int) -> bool:
-    heads = _first(vision, _HEADS)
-    widths = [vision.get("intermediate_size")]
-    return heads % size == 0 and all(width % size == 0 for width in _numbers(widths))
+    if groups > 1:
+        shared.append(groups)
+    for name in _VISION:
+        if isinstance(vision := config.get(name), Mapping):
+            shared += [_first(vision, _HEADS), *_numbers([vision.get("intermediate_size")])]
+    blocks = -(-_first(text, ("vocab_size", "padded_vocab_size")) // _VOCABULARY_PADDING)
+    shared.append(blocks * _VOCABULARY_PADDING)
+    return not any(count % size for count in shared) and _blocks_fit(text, _quantization(config), size)
 
 
 def _blocks_fit(text: Config, quantization: Config, size: int) -> bool:
