@@ -58,35 +58,30 @@ class Stack:
         return {"thread": self.thread, "threads": self.threads, "frames": list(self.frames)}
 
 
-class _Registration:
-    """The descriptors of this process, and the thread that waits for the bell."""
-
-    def __init__(self) -> None:
-        self._descriptors: list[int] = []
-
-    def begin(self) -> None:
-        """Make this process and its forked processes write their stacks on demand. Repeated calls have no effect."""
-        if not self._descriptors:
-            self._open()
-            os.register_at_fork(after_in_child=self._after_fork)
-
-    def _after_fork(self) -> None:
-        # The descriptors are those of the parent, and the parent's thread does not exist in the child.
-        for descriptor in self._descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        self._open()
-
-    def _open(self) -> None:
-        bell, writer = os.pipe()  # Keep the writer open. Without a writer, reading the bell would return at once.
-        file = _new_file(f"slipway-stacks-{bell}-")
-        self._descriptors = [file, bell, writer]
-        faulthandler.register(SIGNAL, file, all_threads=True)
-        threading.Thread(target=_answer, args=(bell, file), name="stacks", daemon=True).start()
+_descriptors: list[int] = []  # The file and both ends of the bell of this process. Empty before it registers.
 
 
-_registration = _Registration()
-register = _registration.begin
+def register() -> None:
+    """Make this process and its forked processes write their stacks on demand. Repeated calls have no effect."""
+    if not _descriptors:
+        _open()
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    # The descriptors are those of the parent, and the parent's thread does not exist in the child.
+    for descriptor in _descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _open()
+
+
+def _open() -> None:
+    bell, writer = os.pipe()  # Keep the writer open. Without a writer, reading the bell would return at once.
+    file = _new_file(f"slipway-stacks-{bell}-")
+    _descriptors[:] = [file, bell, writer]
+    faulthandler.register(SIGNAL, file, all_threads=True)
+    threading.Thread(target=_answer, args=(bell, file), name="stacks", daemon=True).start()
 
 
 def _new_file(name: str) -> int:
