@@ -130,7 +130,7 @@ def model_arguments(config: EngineConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
-        "dtype": config.dtype if config.dtype == "auto" else _dtype(config.dtype),
+        "dtype": config.dtype,
     }
     if given.attn_implementation:
         arguments["attn_implementation"] = given.attn_implementation
@@ -152,14 +152,6 @@ def model_arguments(config: EngineConfig) -> dict[str, Any]:
             "its layers over several, option.rolling_batch=vllm shares each layer"
         )
     return arguments
-
-
-def _dtype(name: str) -> Any:
-    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
-    dtype = getattr(torch, short.get(name, name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise EngineStartError(f"option.dtype: {name!r} is not a type that transformers loads weights in")
-    return dtype
 
 
 def _device(config: EngineConfig) -> Any:

@@ -98,7 +98,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tiny: TransformersModel) -> None:
 
 
 def settings(directory: Path, **fields: Any) -> ModelConfig:
-    fields = {"batch_size": 8, "max_batch_delay": 0.05, "dtype": "fp32", "rolling_batch": "disable", **fields}
+    fields = {"batch_size": 8, "max_batch_delay": 0.05, "dtype": "float32", "rolling_batch": "disable", **fields}
     return ModelConfig(name="tiny", model_dir=directory, model_id=str(directory), **fields)
 
 
