@@ -135,7 +135,12 @@ def model_arguments(config: EngineConfig) -> dict[str, Any]:
     if given.attn_implementation:
         arguments["attn_implementation"] = given.attn_implementation
     if given.device_map:
-        arguments["device_map"] = _device_map(config, given.device_map)
+        arguments["device_map"] = text = given.device_map
+        if text.startswith("{"):
+            try:
+                arguments["device_map"] = json.loads(text)
+            except ValueError as error:
+                raise EngineStartError(f"{source(config, 'device_map')}: {text!r} is not JSON: {error}") from None
     # Slipway lets only bitsandbytes quantize weights while they are loaded (`check_quantization`). The configuration of
     # a model that is already quantized names its quantization, so `quantization` is passed on only for bitsandbytes.
     bits = _BITS.get(given.quantization.lower())
@@ -158,15 +163,6 @@ def _device(config: EngineConfig) -> Any:
     if config.devices == () or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", config.devices[0] if config.devices else 0)
-
-
-def _device_map(config: EngineConfig, text: str) -> Any:
-    if not text.startswith("{"):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise EngineStartError(f"{source(config, 'device_map')}: {text!r} is not JSON: {error}") from None
 
 
 def source(config: EngineConfig, name: str) -> str:
