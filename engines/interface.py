@@ -156,9 +156,6 @@ class Generation(Protocol):
         """Whether a token has been generated. It is always False for a request with `pooling`."""
 
 
-Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]  # A function with the signature of `Engine.submit`.
-
-
 async def give_turn(index: int) -> None:
     """Let other tasks run on the event loop before every 16th sequence or prompt of a call.
 
@@ -359,8 +356,10 @@ class _FirstDelta:
             self.delta.set_exception(error)
 
 
-async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
-    """Return the first delta of an answer, and cancel the rest of the answer.
+async def first_delta(
+    submit: Callable[[GenerationRequest, Sink], Awaitable[Generation]], request: GenerationRequest
+) -> TokenDelta:
+    """Return the first delta of an answer, and cancel the rest of the answer. `submit`: as `Engine.submit`.
 
     Raises RequestError: the request was refused or has failed.
     """
