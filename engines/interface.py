@@ -418,15 +418,8 @@ class SequenceGroup:
             self._sink.on_delta(delta)
             return
         self._finished.append(delta)
-        if self._open == 0:
-            self._emit()
-
-    def on_error(self, error: RequestError) -> None:
-        if not self._failed:
-            self._failed = True
-            self._sink.on_error(error)
-
-    def _emit(self) -> None:
+        if self._open != 0:
+            return
         parts: dict[int, list[TokenDelta]] = {}
         for delta in self._finished:
             parts.setdefault(delta.sequence, []).append(delta)
@@ -437,6 +430,11 @@ class SequenceGroup:
             delta.prompt_tokens = prompt_tokens if rank == 0 else None
             delta.last = rank == len(ranked) - 1
             self._sink.on_delta(delta)
+
+    def on_error(self, error: RequestError) -> None:
+        if not self._failed:
+            self._failed = True
+            self._sink.on_error(error)
 
 
 def _join(deltas: list[TokenDelta]) -> TokenDelta:
