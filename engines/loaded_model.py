@@ -33,6 +33,8 @@ def copied(tokenizer: Any) -> Any:
 class ModelTexts:
     """Converts texts to a model's token ids, and back."""
 
+    truncation_side = "left"  # The side at which every engine truncates the prompts of every model.
+
     def __init__(self, tokenizer: Any, image_mark: Callable[[int], str] | None = None) -> None:
         """Create the converter.
 
@@ -66,11 +68,6 @@ class ModelTexts:
     def joins_bytes(self) -> bool:
         """Whether the text of tokens depends only on their joined bytes, and not on the tokens before them."""
         return self._fast is not None and isinstance(self._fast.decoder, decoders.ByteLevel)
-
-    @property
-    def truncation_side(self) -> str:
-        """The side at which every engine truncates the prompts of every model."""
-        return "left"
 
     @property
     def longest_token(self) -> int:
