@@ -125,7 +125,16 @@ class ModelTexts:
     @cached_property
     def _around_pair(self) -> _Surroundings:
         assert self._fast is not None
-        return _surroundings_of_pair(self._fast.encode("a", "a"))
+        encoding: Any = self._fast.encode("a", "a")
+        ids, of = encoding.ids, encoding.sequence_ids
+        first, second = ([place for place, text in enumerate(of) if text == which] for which in (0, 1))
+        first_of_type = _first_of_second(encoding.type_ids)
+        return _Surroundings(
+            before=tuple(ids[: first[0]]),
+            between=tuple(ids[first[-1] + 1 : second[0]]),
+            after=tuple(ids[second[-1] + 1 :]),
+            of_second=None if first_of_type == len(ids) else first_of_type - first[-1] - 1,
+        )
 
     def _encode_cut_slowly(
         self, text: str, second: str | None, most: int, side: Side, special: bool
@@ -173,19 +182,6 @@ class _Surroundings:
     @property
     def length(self) -> int:
         return len(self.before) + len(self.between) + len(self.after)
-
-
-def _surroundings_of_pair(encoding: Any) -> _Surroundings:
-    """Return the special tokens of an encoded pair."""
-    ids = encoding.ids
-    first, second = ([place for place, text in enumerate(encoding.sequence_ids) if text == which] for which in (0, 1))
-    first_of_type = _first_of_second(encoding.type_ids)
-    return _Surroundings(
-        before=tuple(ids[: first[0]]),
-        between=tuple(ids[first[-1] + 1 : second[0]]),
-        after=tuple(ids[second[-1] + 1 :]),
-        of_second=None if first_of_type == len(ids) else first_of_type - first[-1] - 1,
-    )
 
 
 def _cut(ids: list[int], most: int, side: Side) -> list[int]:
