@@ -383,7 +383,9 @@ class BatchSequence:
         if choice.logprob is not None:
             self._cumulative_logprob = (self._cumulative_logprob or 0.0) + choice.logprob
         self.finish_reason = self._reason(choice.token_id)
-        piece = self._piece(choice.token_id)
+        hidden = self.finish_reason in (FinishReason.EOS, FinishReason.STOP)
+        hidden = hidden and not self._request.sampling.include_stop_str_in_output
+        piece = "" if hidden else self._texts.add(choice.token_id)
         self._held += piece
         if self._request.want_tokens:
             self._pending.add(self._token(choice, piece))
@@ -414,12 +416,6 @@ class BatchSequence:
         if token_id in s.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.limit else None
-
-    def _piece(self, token_id: int) -> str:
-        stopped = self.finish_reason in (FinishReason.EOS, FinishReason.STOP)
-        if stopped and not self._request.sampling.include_stop_str_in_output:
-            return ""
-        return self._texts.add(token_id)
 
     def _token(self, choice: Choice, piece: str) -> Token:
         special = self._model.special_ids
