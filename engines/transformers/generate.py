@@ -103,7 +103,7 @@ class BatchRunner:
         """Run a batch to its end. Each job ends with its last delta or with an error.
 
         Raises:
-            DeviceLost: The device no longer works.
+            RuntimeError: The device no longer computes.
         """
         self._attempt(batch, [row for job in batch.jobs for row in job.rows])
 
@@ -123,7 +123,8 @@ class BatchRunner:
             if not no_memory:
                 logger.exception("a batch of %d has failed", len(rows))
         # The exception has been freed here, together with the tensors that its traceback referenced.
-        check_device(self._model.device)
+        release_memory()
+        torch.ones(2, device=self._model.device).sum().item()  # Raises if the device no longer computes.
         if len(rows) == 1:
             no_room = "the request needs more memory than there is, even alone"
             self._fail(rows[0], no_room if no_memory else "internal error while generating")
@@ -321,27 +322,6 @@ def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[s
         "input_ids": torch.tensor(ids, device=model.device),
         "attention_mask": torch.tensor(mask, device=model.device),
     }
-
-
-def check_device(device: Any) -> None:
-    """Free the memory of a failed batch, and check that the device still computes.
-
-    Call it when the batch's exception has been freed, because the traceback references tensors.
-
-    Raises:
-        DeviceLost: The device no longer computes.
-    """
-    release_memory()
-    try:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        torch.ones(2, device=device).sum().item()
-    except Exception as error:
-        raise DeviceLost(str(error)) from error
-
-
-class DeviceLost(Exception):
-    """The device no longer computes, and this process cannot recover it."""
 
 
 _CHUNK = 256  # The number of tokens in one pass. The logits of all tokens of a long prompt would take gigabytes.
