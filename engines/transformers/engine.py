@@ -291,20 +291,17 @@ class BatchEngine:
         self, at: float, rows: Sequence[Row], outcomes: Sequence[tuple[Job, TokenDelta | RequestError]]
     ) -> None:
         for row in rows:
-            self._count(row, at)
+            self.statistics.tokens += 1
+            if row.last_at:
+                self.statistics.inter_token.observe(at - row.last_at)
+            else:
+                self.statistics.time_to_first_token.observe(at - row.job.arrived_at)
+            row.last_at = at
         for job, outcome in outcomes:
             if isinstance(outcome, RequestError):
                 self.fail(job, outcome)
             elif not job.ended:
                 self._push(job, outcome)
-
-    def _count(self, row: Row, at: float) -> None:
-        self.statistics.tokens += 1
-        if row.last_at:
-            self.statistics.inter_token.observe(at - row.last_at)
-        else:
-            self.statistics.time_to_first_token.observe(at - row.job.arrived_at)
-        row.last_at = at
 
     def _push(self, job: Job, delta: TokenDelta) -> None:
         if job.request.beam_search is not None:
