@@ -74,16 +74,18 @@ class TokenTexts:
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._fast: Any = fast_tokenizer(tokenizer)
-        self._window = _decoding_context(tokenizer, prompt_ids, skip_special)
+        self._window = list(prompt_ids[-_PROMPT_CONTEXT:])
+        if self._window and self._decode(self._window).endswith("\ufffd"):
+            # The prompt ends within a character. A decoder would wait for the rest of the character, and then return
+            # the end of the prompt as part of the answer. A prompt whose own text ends with U+FFFD looks the same.
+            self._window = []
         self._known = len(self._window)
-        self._hidden: frozenset[int] = frozenset()
+        self._hidden = frozenset[int](tokenizer.all_special_ids if skip_special else ())
         # The tokens up to the last token that has text. Only the last `_PROMPT_CONTEXT` of these tokens are kept.
         self._recent = deque(self._window, maxlen=_PROMPT_CONTEXT)
         self._silent: list[int] = []  # The tokens after those in `_recent`. They have no text yet.
         if self._fast is not None:
             self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip_special)
-        if skip_special:
-            self._hidden = frozenset(tokenizer.all_special_ids)
 
     def add(self, token_id: int) -> str:
         if token_id in self._hidden:
@@ -151,18 +153,6 @@ class TokenTexts:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special))
-
-
-def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> list[int]:
-    """Return the last tokens of a prompt. The texts of the answer's tokens may depend on them.
-
-    Return an empty list if the prompt ends within a character. A decoder would wait for the rest of the character, and
-    then return the end of the prompt as part of the answer. The list is also empty if the prompt's own text ends with
-    U+FFFD, because it looks the same.
-    """
-    end = list(prompt_ids[-_PROMPT_CONTEXT:])
-    text: str = tokenizer.decode(end, skip_special_tokens=skip_special) if end else ""
-    return [] if text.endswith("\ufffd") else end
 
 
 class HeldTokens:
