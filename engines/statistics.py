@@ -169,9 +169,8 @@ class EngineStatistics:
         self.prompt_tokens += tokens
         self.prompt_lengths.waiting.append(tokens)
         if len(self.prompt_lengths.waiting) >= MOST_WAITING:
-            for each in (self.prompt_lengths, self.time_to_first_token, self.queue_time):
-                each.count()
-            for each in (self.lengths, self.inference, self.mean_times):
+            of_prompts = (self.prompt_lengths, self.time_to_first_token, self.queue_time)
+            for each in (*of_prompts, self.lengths, self.inference, self.mean_times):
                 each.count()
 
     def count_verdict(self, verdict: str) -> None:
