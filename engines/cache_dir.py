@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -20,7 +21,13 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     directory = Path(base) / "slipway"
     if directory.is_absolute() and is_writable(directory):
         return directory
-    return _temporary()
+    directory = Path(tempfile.gettempdir()) / f"slipway-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        directory.mkdir(mode=0o700, exist_ok=True)
+        # The directory may belong to another user, who could change files before they are loaded.
+        if directory.lstat().st_uid == os.getuid() and directory.is_dir() and not directory.is_symlink():
+            return directory
+    return Path(tempfile.mkdtemp(prefix="slipway-"))
 
 
 def is_writable(directory: Path) -> bool:
@@ -31,16 +38,3 @@ def is_writable(directory: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def _temporary() -> Path:
-    directory = Path(tempfile.gettempdir()) / f"slipway-{os.getuid()}"
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        status = directory.lstat()
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="slipway-"))
-    if status.st_uid != os.getuid() or not directory.is_dir() or directory.is_symlink():
-        # The directory may belong to another user, who could change files before they are loaded.
-        return Path(tempfile.mkdtemp(prefix="slipway-"))
-    return directory
