@@ -228,8 +228,8 @@ async def held(translator: ConstraintTranslator, parts: list[SchemaPart], *place
 
     own, translator._trials = translator._trials, Trials()
     try:
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"a": 1}))
-        return await translator.checked("tool_choice", params, parts)
+        outputs = StructuredOutputsParams(json={"a": 1})
+        return await translator.checked("tool_choice", outputs, SamplingParams(), parts)
     finally:
         translator._trials = own
 

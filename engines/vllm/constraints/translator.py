@@ -115,30 +115,27 @@ class ConstraintTranslator:
         outputs = StructuredOutputsParams(**constraint.for_vllm())
         if not constraint.as_is:
             outputs.disable_any_whitespace = not constraint.any_whitespace
-        return await self._checked(constraint.parameter, outputs, sampling, [SchemaPart(strict=constraint.strict)])
+        return await self.checked(constraint.parameter, outputs, sampling, [SchemaPart(strict=constraint.strict)])
 
-    async def checked(self, parameter: str, params: SamplingParams, parts: Sequence[SchemaPart]) -> CheckedConstraint:
-        """Check the structured outputs of a request, and return them as the engine enforces them.
-
-        Args:
-            parameter: The client's name for the structured outputs.
-            params: The sampling parameters, as vLLM's front end has parsed them. They have structured outputs.
-            parts: The parts of the JSON schema.
-
-        Raises:
-            InvalidParameter: The structured outputs would harm the engine, or would not be enforced.
-            GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.trial`.
-        """
-        assert params.structured_outputs is not None
-        return await self._checked(parameter, params.structured_outputs, params, parts)
-
-    async def _checked(
+    async def checked(
         self,
         parameter: str,
         outputs: StructuredOutputsParams,
         sampling: SamplingParameters | SamplingParams,
         parts: Sequence[SchemaPart],
     ) -> CheckedConstraint:
+        """Check the structured outputs of a request, and return them as the engine enforces them.
+
+        Args:
+            parameter: The client's name for the structured outputs.
+            outputs: The structured outputs.
+            sampling: The request's sampling parameters.
+            parts: The parts of the JSON schema.
+
+        Raises:
+            InvalidParameter: The structured outputs would harm the engine, or would not be enforced.
+            GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.trial`.
+        """
         _check_company(parameter, sampling)
         # `guidance` allows any text between structural tags, even a tag whose content violates the tag's schema.
         if self._guidance and outputs.structural_tag is not None:

@@ -341,7 +341,8 @@ class EngineClient:
         """
         outputs = params.structured_outputs
         with _vllms_errors():
-            constraint = await self._engine.constraints.checked(call.form.name, params, call.form.parts(outputs.json))
+            parts = call.form.parts(outputs.json)
+            constraint = await self._engine.constraints.checked(call.form.name, outputs, params, parts)
         params.structured_outputs = constraint.outputs
         if constraint.not_held:
             call.on_not_held(constraint.not_held)
