@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tokenizers import Tokenizer, decoders
 
@@ -14,6 +14,8 @@ from engines.pooling import PoolingModel, Side
 from engines.request import Token
 from engines.statistics import EngineStatistics
 from engines.tokenized_segments import by_segments, encode_all, special_tokens_around
+
+T = TypeVar("T", str, list[int])
 
 _LONG_IDS = 4096
 _CHARACTERS_PER_TOKEN = 256  # The assumed length of the longest token, if the tokenizer does not give it.
@@ -106,11 +108,11 @@ class ModelTexts:
         room = max(most - around.length, 0)
         ids = self.encode(text, special=False)
         if second is None:
-            ids = _cut(ids, room, side)
+            ids = cut(ids, room, side)
             return [*around.before, *ids, *around.after], around.length + len(ids)
         second_ids = self.encode(second, special=False)
         first_room, second_room = _shares(len(ids), len(second_ids), room)
-        ids, second_ids = _cut(ids, first_room, side), _cut(second_ids, second_room, side)
+        ids, second_ids = cut(ids, first_room, side), cut(second_ids, second_room, side)
         whole = [*around.before, *ids, *around.between, *second_ids, *around.after]
         if around.of_second is None:
             return whole, len(whole)
@@ -184,10 +186,11 @@ class _Surroundings:
         return len(self.before) + len(self.between) + len(self.after)
 
 
-def _cut(ids: list[int], most: int, side: Side) -> list[int]:
-    if len(ids) <= most:
-        return ids
-    return ids[:most] if side == "right" else ids[len(ids) - most :]
+def cut(whole: T, most: int, side: Side) -> T:
+    """Cut a text, or token ids, to at most this length."""
+    if len(whole) <= most:
+        return whole
+    return whole[:most] if side == "right" else whole[len(whole) - most :]
 
 
 def _shares(first: int, second: int, most: int) -> tuple[int, int]:

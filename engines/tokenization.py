@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from engines.errors import ContextExceeded, InvalidParameter, InvalidRequest, PromptTooLong
-from engines.loaded_model import ModelTexts, fast_tokenizer
-from engines.pooling import Pooling, Side
+from engines.loaded_model import ModelTexts, cut, fast_tokenizer
+from engines.pooling import Pooling
 from engines.request import GenerationRequest, SamplingParameters, Token
 from engines.tokenized_segments import LONG_TEXT
 
@@ -189,14 +189,6 @@ class HeldTokens:
         return tokens[:released]
 
 
-def _near(text: str, most: int, side: Side) -> str:
-    """Cut a text to the characters that can remain after truncation.
-
-    Tokenizing megabytes of text would take gigabytes of memory.
-    """
-    return text[:most] if side == "right" else text[-most:]
-
-
 def split_text(
     tokenizer: Any,
     token_ids: Sequence[int],
@@ -263,7 +255,8 @@ class PromptTokenizer:
         # If the text is not cut, the limit exceeds the context, so that the error message gives the true length.
         limit = min(self._max_model_len, self._most or self._max_model_len) if pooling.cut is not None else most
         side = pooling.cut or "right"
-        text, second = _near(text, most, side), None if second is None else _near(second, most, side)
+        # Keep only the characters that can remain. Tokenizing megabytes of text would take gigabytes of memory.
+        text, second = cut(text, most, side), None if second is None else cut(second, most, side)
         try:
             encode = partial(self._texts.encode_cut, text, second, limit, side, special=special)
             is_long = len(text) + len(second or "") > LONG_TEXT
