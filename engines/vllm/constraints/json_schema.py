@@ -453,22 +453,13 @@ class _Rewriter:
         return True
 
     def _pattern(self, node: _Node, _: str, value: Any) -> bool:
-        held = self._patterns(value)
+        held = patterns.without_look_around(value) if isinstance(value, str) else None
         if held is None:
             return False
         node.out["pattern"] = held[0]
         if len(held) > 1:
             node.add(*[{"type": type_names(node.types), "pattern": each} for each in held[1:]])
         return True
-
-    def _patterns(self, value: Any, *, single: bool = False) -> tuple[str, ...] | None:
-        """Return expressions that together are equivalent to a pattern, or only one expression if `single`.
-
-        Returns None if the pattern cannot be rewritten for llguidance.
-        """
-        if not isinstance(value, str):
-            return None
-        return patterns.without_look_around(value, single=single)
 
     def _format(self, node: _Node, keyword: str, value: Any) -> bool:
         if not isinstance(value, str):
@@ -558,7 +549,7 @@ class _Rewriter:
             node.out[keyword] = {_ANY_NAME: next(iter(members.values()))}
             node.out["additionalProperties"] = False
             return True
-        names = {name: self._patterns(name, single=True) for name in members}
+        names = {name: patterns.without_look_around(name, single=True) for name in members}
         held = {own[0]: members[name] for name, own in names.items() if own is not None}
         if len(held) == len(members) and self._takes({"patternProperties": dict.fromkeys(held, True)}):
             node.out[keyword] = held
@@ -816,7 +807,7 @@ class _Rewriter:
                 if target is None:
                     return False
                 waiting.append(target[1])
-        if waiting or any(self._patterns(each) is None for each in expressions):
+        if waiting or any(patterns.without_look_around(each) is None for each in expressions):
             return False
         only: dict[str, Any] = {"type": "object", "properties": names}
         if expressions:
