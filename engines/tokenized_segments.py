@@ -104,15 +104,11 @@ def _expression(node: Mapping[str, Any]) -> str:
     while len(node) == 1 and _END not in node:  # Recursion at each character could be too deep.
         ((character, node),) = node.items()
         chain += re.escape(character)
-    return chain + _alternatives(node)
-
-
-def _alternatives(node: Mapping[str, Any]) -> str:
     parts = [re.escape(character) + _expression(inner) for character, inner in node.items() if character != _END]
     if not parts:
-        return ""
+        return chain
     inside = parts[0] if len(parts) == 1 and _END not in node else f"(?:{'|'.join(parts)})"
-    return f"{inside}?" if _END in node else inside
+    return chain + inside + ("?" if _END in node else "")
 
 
 def by_segments(tokenizer: Tokenizer) -> SegmentTokenizer | None:
