@@ -133,10 +133,15 @@ class ConstraintTranslator:
             parts: The parts of the JSON schema.
 
         Raises:
-            InvalidParameter: The structured outputs would harm the engine, or would not be enforced.
+            InvalidParameter: The structured outputs would harm the engine, would not be enforced, or conflict with
+                another parameter.
             GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.trial`.
         """
-        _check_company(parameter, sampling)
+        # The constraint may at some point allow only the end token, which these parameters forbid.
+        if sampling.min_tokens > 0:
+            raise InvalidParameter(parameter, "cannot be used together with a minimum of new tokens")
+        if sampling.ignore_eos:
+            raise InvalidParameter(parameter, "cannot be used together with `ignore_eos`")
         # `guidance` allows any text between structural tags, even a tag whose content violates the tag's schema.
         if self._guidance and outputs.structural_tag is not None:
             raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
@@ -233,14 +238,6 @@ def _listed(places: Sequence[str]) -> str:
     ]
     rest = len(places) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
-
-
-def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams) -> None:
-    """Refuse parameters that forbid the end token, because the constraint may at some point allow only this token."""
-    if sampling.min_tokens > 0:
-        raise InvalidParameter(parameter, "cannot be used together with a minimum of new tokens")
-    if sampling.ignore_eos:
-        raise InvalidParameter(parameter, "cannot be used together with `ignore_eos`")
 
 
 def no_token_left(sampling: SamplingParameters | SamplingParams) -> InvalidParameter | None:
