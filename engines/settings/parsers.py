@@ -277,8 +277,7 @@ def _networks(text: str) -> tuple[str, ...]:
 
 TEXT = matching(".+", "text that is not empty", re.DOTALL)
 PROMPT = Parser(str, "text", keeps_blanks=True)
-_WORDS = choice(dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False))
-BOOLEAN = Parser(_WORDS.convert, TRUE_OR_FALSE)
+BOOLEAN = Parser(choice(dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)).convert, TRUE_OR_FALSE)
 STRINGS = Parser(_strings, 'strings as a JSON array, such as ["a", "b"]', writes_json=True)
 NAMES = Parser(_names, "names with commas between, or a JSON array")
 NAMES_OR_NONE = Parser(lambda text: _names(text) if text else (), NAMES.allowed)
