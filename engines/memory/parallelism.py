@@ -298,8 +298,9 @@ def _blocks_fit(text: Config, quantization: Config, size: int) -> bool:
     rows = [*_numbers([text.get("intermediate_size")] if has_dense_layers else []), attention]
     if any((width // size) % block for width in rows if width > block):
         return False
-    expert = text.get("moe_intermediate_size") or text.get("intermediate_size") or 0
-    return not experts or math.gcd(block, expert // size, hidden) >= min(block, _LEAST_REFINED_BLOCK)
+    widths = _numbers([text.get("moe_intermediate_size") or text.get("intermediate_size")]) or [0]
+    least = min(block, _LEAST_REFINED_BLOCK)
+    return not experts or all(math.gcd(block, width // size, hidden) >= least for width in widths)
 
 
 def _scale_block(quantization: Config) -> int:

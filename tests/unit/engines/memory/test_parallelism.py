@@ -70,6 +70,14 @@ def test_without_the_size_of_weights_or_memory_the_model_gets_all_gpus_that_it_a
     assert weights.fewest((1, 2, 4), 0) == (4, most + "the GPUs' memory is not known")
 
 
+@pytest.mark.parametrize(("widths", "sizes"), [([1536, 512], (1, 2, 4)), ([1536, 192], (1, 2)), ([1536, 520], (1,))])
+def test_each_kind_of_experts_keeps_whole_blocks(widths: list[int], sizes: tuple[int, ...]) -> None:
+    heads = {"hidden_size": 2560, "num_attention_heads": 20, "num_key_value_heads": 4}
+    quantized = {"quantization_config": {"weight_block_size": [128, 128]}}
+    experts = {"moe_num_experts": [64, 64], "moe_intermediate_size": widths}
+    assert tensor_parallel_sizes(heads | experts | quantized, 8) == sizes
+
+
 def test_a_model_that_nothing_is_known_of_may_have_any_number() -> None:
     assert tensor_parallel_sizes({}, 8) == (1, 2, 3, 4, 5, 6, 7, 8)
     assert ModelMemory({}, Weights(GIB)).fewest((1, 2), MEMORY["24"])[0] == 1
