@@ -112,10 +112,12 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     (name,) = given
     if name == "structured_outputs":
         _check_outputs(body[name])
-    elif name != "response_format" or path == RESPONSES or not _is_vllms(body[name]):
-        changes[name] = None
-        if (constraint := constraint_of(name, body[name])) is not None:
-            changes["structured_outputs"] = _spelled(constraint)
+        return changes, form
+    if name == "response_format" and path != RESPONSES and _is_vllms(body[name]):
+        return changes, form
+    changes[name] = None
+    if (constraint := constraint_of(name, body[name])) is not None:
+        changes["structured_outputs"] = _spelled(constraint)
     return changes, form
 
 

@@ -135,14 +135,14 @@ class Predictions(TeiAnswer):
         self._labels, self._raw, self._in_batch = labels, raw, in_batch
 
     def content(self, numbers: Sequence[Any]) -> Any:
-        texts = [
-            [
-                {"score": scores[number], "label": self._labels.get(int(number), f"LABEL_{number}")}
-                for number in best_first(scores)
-            ]
-            for scores in (probabilities(raw, keep=self._raw) for raw in numbers)
-        ]
+        texts = [self._scored(probabilities(raw, keep=self._raw)) for raw in numbers]
         return texts if self._in_batch else texts[0]
+
+    def _scored(self, scores: Any) -> list[dict[str, Any]]:
+        return [
+            {"score": scores[number], "label": self._labels.get(int(number), f"LABEL_{number}")}
+            for number in best_first(scores)
+        ]
 
 
 def _milliseconds(seconds: float) -> str:

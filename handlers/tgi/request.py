@@ -79,7 +79,7 @@ def max_input_tokens(model: LoadedModel, config: ModelConfig) -> int:
 class TgiParameters:
     """The validated and translated parameters of a request."""
 
-    request: GenerationRequest  # The request without its id, its prompt and its adapter.
+    request: GenerationRequest  # The request without its id and prompt. `adapter` is the client's `adapter_id`.
     best_of: int
     details: bool
     top_tokens: int

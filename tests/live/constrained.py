@@ -68,9 +68,9 @@ def answer(server: Server, route: Route, fields: Fields) -> tuple[httpx.Response
     return response, route.text(records("\n".join(line.removeprefix("data:") for line in lines))) or ""
 
 
-def _answers(server: Server, route: Route, requests: Iterable[Fields]) -> Iterator[tuple[httpx.Response, str]]:
+def _answers(server: Server, route: Route, requests: Iterable[Fields]) -> list[tuple[httpx.Response, str]]:
     with ThreadPoolExecutor(AT_A_TIME) as clients:
-        yield from clients.map(lambda fields: answer(server, route, fields), requests)
+        return list(clients.map(lambda fields: answer(server, route, fields), requests))
 
 
 def disobeyed(server: Server, route: Route, cases: Checked) -> Iterator[str]:

@@ -11,7 +11,7 @@ from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
 from tests.live.small_model import chat_template
 
-_FORMAT = 1  # the version of the files: after a change, older caches are not used
+_FORMAT = 2  # the version of the files: after a change, older caches are not used
 _SEED = 3
 _MARK = "<image>"
 _IMAGE = 64  # The number of pixels on each side of the images that the model sees.

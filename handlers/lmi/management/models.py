@@ -192,11 +192,12 @@ async def scale(call: Call, management: Management) -> Reply:
     name, version = _named(call)
     least, most = read_scale(call, management.workers(name, version))
     try:
-        least, most = management.scale(name, version, least, most)
+        actual = management.scale(name, version, least, most)
     except InvalidRequest as error:
         parameter = "max_worker" if "max_worker" in dict(call.query) else "min_worker"
         raise bad_request(f"Parameter {parameter} is {most}; {error.message}") from None
-    return _status(f'Workflow "{name}" worker scaled. New Worker configuration min workers:{least} max workers:{most}')
+    workers = f"min workers:{actual[0]} max workers:{actual[1]}"
+    return _status(f'Workflow "{name}" worker scaled. New Worker configuration {workers}')
 
 
 async def unregister(call: Call, management: Management) -> Reply:

@@ -44,6 +44,8 @@ class VectorOptions:
 
     def vector(self, numbers: Any) -> Any:
         """Return the engine's vector in the form that the call asks for."""
+        if self.dimensions is None:
+            return numbers
         return shortened(numbers, self.dimensions, normalize=self.normalize_kept)
 
 

@@ -469,8 +469,10 @@ class _Request:
     async def give_up(self, *, failed: bool) -> None:
         """Abort the request, unless it has ended. `failed` is False if the caller no longer waits for the request."""
         if self._open:
-            self._statistics.failed_requests += failed
-            self._statistics.aborted_requests += not failed
+            if failed:
+                self._statistics.failed_requests += 1
+            else:
+                self._statistics.aborted_requests += 1
             self._close()
             await abort(self._llm, [self._queue.request_id])
 
