@@ -7,10 +7,11 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from container.http.request_head import RequestHead
 from container.models.life_cycle import Lifecycle, State, until_none
 from engines.errors import SHOWN, ModelNotNamed, NotReady, NoWorkers, UnknownModel
+from handlers.contract import Running
 from handlers.custom.worker_pool import FailedWorker
 from handlers.loaded_service import Service
 from handlers.route_declarations import MODEL_VERSION
@@ -20,6 +21,13 @@ _NAMES_SHOWN = 20
 
 class AlreadyRegistered(Exception):
     """The server already has a model with this name and version."""
+
+
+class OpenCall(Protocol):
+    """A call that is not answered yet, identified by the head of its request."""
+
+    request_id: str
+    running: Running | None  # None until the handler has begun the call.
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,7 @@ class Models:
         self._turns = itertools.count()
         # The calls that are not answered yet, on all routes. Maps the head of a call to its route and its start time
         # (`time.perf_counter`).
-        self.open_calls: dict[RequestHead, tuple[str, float]] = {}
+        self.open_calls: dict[OpenCall, tuple[str, float]] = {}
         self.reading: set[asyncio.Timeout] = set()  # The time limits of calls whose bodies are being read.
         self.draining = False
         self.leaving: set[Model] = set()  # Unregistered models that still have calls or hold memory.

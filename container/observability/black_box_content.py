@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 import psutil
 
 from container.gpus import gpu_figures
-from container.http.request_head import RequestHead
-from container.models.registry import Model, Models
+from container.models.registry import Model, Models, OpenCall
 from container.observability.process_report import STACK_SECONDS, ProcessReport, process_reports
 from container.settings.report import report_object
 from container.settings.settings import ServerReport
@@ -295,17 +294,17 @@ def _steps(steps: list[Step], now: float) -> dict[str, Any]:
     }
 
 
-def _calls(open_calls: dict[RequestHead, tuple[str, float]], models: Iterable[Model]) -> dict[str, Any]:
+def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model]) -> dict[str, Any]:
     """Return the calls in flight, the oldest first, with their sequences in the engines.
 
     The id of a call is the same as in the log and in the reply.
     """
     now = time.perf_counter()
     calls = sorted(open_calls.copy().items(), key=lambda item: item[1][1])
-    by_id: dict[str, list[RequestHead]] = {}
+    by_id: dict[str, list[OpenCall]] = {}
     for head, _ in calls:
         by_id.setdefault(_id_of(head), []).append(head)
-    of_calls: dict[RequestHead, list[RunningSequence]] = {}
+    of_calls: dict[OpenCall, list[RunningSequence]] = {}
     others = []
     for model in models:
         if (engine := model.lifecycle.engine) is not None:
@@ -334,7 +333,7 @@ def _calls(open_calls: dict[RequestHead, tuple[str, float]], models: Iterable[Mo
     }
 
 
-def _id_of(head: RequestHead) -> str:
+def _id_of(head: OpenCall) -> str:
     return (head.running is not None and head.running.request_id) or head.request_id
 
 
