@@ -80,7 +80,8 @@ class Lifecycle:
     @property
     def pool(self) -> WorkerPool | None:
         """The workers of the custom handler. None if the model has no custom handler or is not loaded."""
-        return self.service.custom.pool if self.service is not None and self.service.custom is not None else None
+        handler = self.service.custom if self.service is not None else None
+        return handler.pool if handler is not None else None
 
     @property
     def _waiting_engine(self) -> Engine | None:
@@ -101,7 +102,8 @@ class Lifecycle:
     @property
     def copies(self) -> Sequence[EngineCopy]:
         """The copies of the model. Empty if no engine is loaded."""
-        return self.engine.copies if self.engine is not None else ()
+        engine = self.engine  # Read once, because a black box reads the copies in its own thread.
+        return engine.copies if engine is not None else ()
 
     @property
     def reason(self) -> str:

@@ -31,6 +31,7 @@ def _matching(pattern: str, expected: str, example: str, longest: int | None = N
         pattern: The regular expression.
         expected: A description of the allowed texts, for a message.
         example: An allowed text, which the message also names.
+        longest: The maximum number of characters.
     """
     words = f"{expected}, such as {example}"
     return Meta(pattern=rf"^({pattern})\Z", max_length=longest, description=words, examples=[example])
