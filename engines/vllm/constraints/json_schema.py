@@ -233,12 +233,13 @@ class _Rewriter:
         if not isinstance(given, dict):
             raise ValueError(f"a schema must be an object or a boolean, at {place}")
         self.work += _WORK_OF_A_SCHEMA
-        is_foreign = self._references.has_base(given)
-        self._foreign += is_foreign
-        try:
-            return self._node_schema(given, place, closed, exact=exact)
-        finally:
-            self._foreign -= is_foreign
+        if self._references.has_base(given):
+            self._foreign += 1
+            try:
+                return self._node_schema(given, place, closed, exact=exact)
+            finally:
+                self._foreign -= 1
+        return self._node_schema(given, place, closed, exact=exact)
 
     def _node_schema(self, given: dict[str, Any], place: str, closed: bool, *, exact: bool) -> Schema:
         if self._references.are_old and isinstance(given.get("$ref"), str):
