@@ -274,16 +274,16 @@ def _accepted(config: Config, size: int) -> bool:
     if kv_heads and (kv_heads % size if kv_heads >= size else size % kv_heads):
         return False
     # The widths of feed-forward layers (dense layers, experts, shared experts), and the heads of recurrent layers.
-    shared = _numbers([text.get(name) for name in (*_WIDTHS, *_SHARED_WIDTHS, *_STATE_HEADS)])
+    divided = _numbers([text.get(name) for name in (*_WIDTHS, *_SHARED_WIDTHS, *_STATE_HEADS)])
     groups = _first(text, _STATE_GROUPS)
     if groups > 1:
-        shared.append(groups)
+        divided.append(groups)
     for name in _VISION:
         if isinstance(vision := config.get(name), Mapping):
-            shared += [_first(vision, _HEADS), *_numbers([vision.get("intermediate_size")])]
+            divided += [_first(vision, _HEADS), *_numbers([vision.get("intermediate_size")])]
     blocks = -(-_first(text, ("vocab_size", "padded_vocab_size")) // _VOCABULARY_PADDING)
-    shared.append(blocks * _VOCABULARY_PADDING)
-    return not any(count % size for count in shared) and _blocks_fit(text, _quantization(config), size)
+    divided.append(blocks * _VOCABULARY_PADDING)
+    return not any(count % size for count in divided) and _blocks_fit(text, _quantization(config), size)
 
 
 def _blocks_fit(text: Config, quantization: Config, size: int) -> bool:

@@ -363,9 +363,9 @@ class BatchSequence:
         if choice.logprob is not None:
             self._cumulative_logprob = (self._cumulative_logprob or 0.0) + choice.logprob
         self.finish_reason = self._reason(choice.token_id)
-        hidden = self.finish_reason in (FinishReason.EOS, FinishReason.STOP)
-        hidden = hidden and not self._request.sampling.include_stop_str_in_output
-        piece = "" if hidden else self._texts.add(choice.token_id)
+        stops = self.finish_reason in (FinishReason.EOS, FinishReason.STOP)
+        is_hidden = stops and not self._request.sampling.include_stop_str_in_output
+        piece = "" if is_hidden else self._texts.add(choice.token_id)
         self._held += piece
         if self._request.want_tokens:
             self._pending.add(self._token(choice, piece))

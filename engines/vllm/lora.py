@@ -90,6 +90,9 @@ class _Held:
         self.used = 0.0
         self.loading: asyncio.Task[None] | None = None
 
+    def end_loading(self, _: asyncio.Task[None]) -> None:
+        self.loading = None  # The error of a failed task refers to the content of the files.
+
 
 def _replaces(held: _Held, other: _Held) -> bool:
     """Return True if both adapters have the same name. Then one replaces the other, or both are the same adapter."""
@@ -230,12 +233,16 @@ class VllmAdapters:
         loading = held.loading
         if loading is None or loading.done():
             loading = held.loading = self._tasks.begin(self._load(held))
+            loading.add_done_callback(held.end_loading)
         await asyncio.wait({loading}, timeout=self._patience)
         if not loading.done():
             raise NoRoomForAdapter(f"it was not loaded within {self._patience:g} s {self._limit}")
         if loading.cancelled():
             raise EngineDead
-        loading.result()
+        try:
+            loading.result()
+        finally:
+            del loading  # Otherwise a cycle of its error and this frame keeps the content of the files in memory.
 
     async def _load(self, held: _Held) -> None:
         async with self._turn:

@@ -307,7 +307,7 @@ class PushedState(OwnState):
             and texts.joins_bytes
             and uses_fast_detokenizer(texts.tokenizer)
             and (params.skip_special_tokens or params.spaces_between_special_tokens)
-            and not request.mm_features
+            and not request.mm_features  # `_whole_text` needs `core_request`.
         )
         if self.whole:
             detokenizer: Any = IncrementalDetokenizer()

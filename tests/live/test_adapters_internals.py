@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from engines.statistics import EngineStatistics
 from handlers.model_config import ModelConfig
 from handlers.openai.current_call import OpenAICall
 from handlers.queue import EngineQueue
+from tests.freed import when_freed
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -74,6 +76,31 @@ async def adapters(llm: Any) -> AsyncIterator[Any]:
 
 def adapter(source: Path, number: int, name: str = "a", *, preload: bool = True) -> Adapter:
     return Adapter(name=name, src="", path=source, id=number, preload=preload)
+
+
+async def test_a_refused_adapter_leaves_its_content_nowhere(
+    adapters: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engines.vllm import lora
+
+    class Content:
+        """A file in memory."""
+
+    read: list[threading.Event] = []
+
+    def refused(*_: Any) -> None:
+        content = Content()
+        read.append(when_freed(content))
+        raise AdapterFailed("it cannot be used")
+
+    monkeypatch.setattr(lora, "read_ahead", refused)
+    with pytest.raises(AdapterFailed):
+        await adapters.add(adapter(source, 1))
+    await adapters.add(adapter(source, 2, preload=False))
+    for _ in range(2):
+        with pytest.raises(AdapterUnusable):
+            await adapters.claim("a")
+    await until(lambda: len(read) == 3 and all(freed.is_set() for freed in read))
 
 
 async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(llm: Any, adapters: Any, source: Path) -> None:
