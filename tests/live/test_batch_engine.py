@@ -37,7 +37,9 @@ async def test_a_model_with_attention_of_its_own_is_run(tmp_path: Path, sample_m
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(sample_model).save_pretrained(tmp_path)
     arguments = {"max_model_len": "1024"}
-    model = ModelConfig(name="m", model_dir=tmp_path, model_id=str(tmp_path), dtype="fp32", engine_arguments=arguments)
+    model = ModelConfig(
+        name="m", model_dir=tmp_path, model_id=str(tmp_path), dtype="float32", engine_arguments=arguments
+    )
     sampling = SamplingParameters(max_tokens=3, ignore_eos=True)
     request = GenerationRequest(request_id="r", prompt="Hello", sampling=sampling)
     engine = BatchEngine(model)

@@ -31,12 +31,12 @@ def tiny(host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: 
 
 
 def test_sixty_clients_that_disconnect_leave_nothing_running(tiny: Server) -> None:
-    aborted = tiny.metric("slipway_generations_aborted_total")
+    begun, aborted = map(tiny.metric, ("slipway_generations_total", "slipway_generations_aborted_total"))
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(open_stream(tiny)) for _ in range(60)]
         for client in clients[:20]:
             assert client.recv(64).startswith(b"HTTP/1.1 200")
-        tiny.wait_for_metric("slipway_open_requests", 60)
+        tiny.wait_for_metric("slipway_generations_total", begun + 60)
         assert tiny.metric("slipway_engine_running") > 0
     for gauge in ("slipway_open_requests", "slipway_engine_running", "slipway_engine_waiting"):
         tiny.wait_for_metric(gauge, 0)
@@ -97,11 +97,13 @@ def test_ctrl_c_lets_requests_on_vllm_finish_and_the_stop_is_quiet_and_leaves_no
 
 def test_a_killed_engine_ends_its_requests_and_ping_says_so(tiny: Server) -> None:
     server = tiny
+    begun = server.metric("slipway_generations_total")
     with ThreadPoolExecutor(4) as pool:
         plain = pool.submit(server.invoke, "Once", **ENDLESS)
         stream = pool.submit(server.invoke, "Once", stream=True, **ENDLESS)
+        server.wait_for_metric("slipway_generations_total", begun + 2)
         beams = pool.submit(server.invoke, "Once", num_beams=2, **ENDLESS)
-        server.wait_for_metric("slipway_open_requests", 3)
+        wait_until(lambda: server.metric("slipway_generations_total") > begun + 2)
         wait_until(lambda: server.metric("slipway_engine_running") > 1)
         worker = server.worker_process()
         os.kill(server.engine_process(), signal.SIGKILL)
@@ -214,7 +216,7 @@ def test_calls_of_a_loaded_model_end_well_if_another_is_still_loading(tmp_path: 
         wait_until(lambda: "model first is ready" in server.log_text(), START_SECONDS)
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(server.client.post, "/predictions/first", content=str(opened))
-            server.wait_for_metric("slipway_open_requests", 1)
+            wait_until(lambda: 'slipway_workers_busy{model="first"} 1' in server.client.get("/metrics").text)
             if end == "SIGTERM":
                 server.process.send_signal(signal.SIGTERM)
                 wait_until(lambda: server.ping() == 503)
