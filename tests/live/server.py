@@ -199,13 +199,13 @@ class Server:
         client.sendall(head.encode() + b"\r\n\r\n" + body)
         return client
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, model: str = "") -> float:
         """Return the value of a metric without labels.
 
-        If the server has several models, the model's name is the only label.
+        If the server has several models, the model's name is the only label. The default is the fixture's model.
         """
         for line in self.client.get("/metrics").text.splitlines():
-            if line.startswith((f"{name} ", f'{name}{{model="{self.name}"}} ')):
+            if line.startswith((f"{name} ", f'{name}{{model="{model or self.name}"}} ')):
                 return float(line.split()[-1])
         raise AssertionError(f"no metric {name}")
 

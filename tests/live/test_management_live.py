@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,12 +123,6 @@ def write(output: RequestOutput) -> str:
 """
 
 
-def metric(server: Server, name: str, model: str) -> float:
-    found = re.search(rf'^{name}{{model="{model}"}} (\S+)$', server.client.get("/metrics").text, re.M)
-    assert found is not None
-    return float(found[1])
-
-
 def test_models_in_the_servers_process_come_and_go_and_leave_nothing_behind(
     tmp_path: Path, engine_options: dict[str, object], directories: dict[str, Path]
 ) -> None:
@@ -152,7 +145,7 @@ def test_models_in_the_servers_process_come_and_go_and_leave_nothing_behind(
                 running = [pool.submit(server.client.post, "/models/s/invoke", json=long) for _ in range(count)]
                 # A call that has not reached the engine would be refused with 503.
                 gauges = ("slipway_engine_running", "slipway_engine_waiting")
-                wait_until(lambda: sum(metric(server, gauge, "s") for gauge in gauges) == count)  # noqa: B023
+                wait_until(lambda: sum(server.metric(gauge, "s") for gauge in gauges) == count)  # noqa: B023
                 assert server.client.delete("/models/s").status_code == 200
                 assert [call.result().status_code for call in running] == [500] * count
 
@@ -198,9 +191,9 @@ def test_a_stream_ends_whole_before_its_model_is_gone_with_its_engine_process(mu
     (core,) = map(psutil.Process, engine_cores(server))
     with ThreadPoolExecutor() as threads:
         with stopped(core.pid):
-            before = metric(server, "slipway_generations_total", "v")
+            before = server.metric("slipway_generations_total", "v")
             stream = threads.submit(server.client.post, "/models/v/invoke", json={**PROMPT, "stream": True})
-            wait_until(lambda: metric(server, "slipway_generations_total", "v") > before)
+            wait_until(lambda: server.metric("slipway_generations_total", "v") > before)
             unloading = threads.submit(server.client.delete, "/models/v")
             wait_until(lambda: server.client.get("/models").content == b'{"models":[]}')
         assert "generated_text" in records(stream.result().text)[-1]

@@ -216,7 +216,7 @@ def test_calls_of_a_loaded_model_end_well_if_another_is_still_loading(tmp_path: 
         wait_until(lambda: "model first is ready" in server.log_text(), START_SECONDS)
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(server.client.post, "/predictions/first", content=str(opened))
-            wait_until(lambda: 'slipway_workers_busy{model="first"} 1' in server.client.get("/metrics").text)
+            wait_until(lambda: server.metric("slipway_workers_busy", "first") == 1)
             if end == "SIGTERM":
                 server.process.send_signal(signal.SIGTERM)
                 wait_until(lambda: server.ping() == 503)
