@@ -56,8 +56,8 @@ class Cluster(Server):
         found = re.findall(rf'^{name}{{.*replica="(\w+)".*}} (.+)$', self.client.get("/metrics").text, re.MULTILINE)
         return {replica: float(value) for replica, value in found}
 
-    def metric(self, name: str) -> float:
-        """Return the sum of a metric of all replicas."""
+    def metric(self, name: str, model: str = "") -> float:
+        """Return the sum of a metric of all replicas. They serve one model, so `model` has no effect."""
         return sum(self.each(name).values())
 
     def replicas(self) -> set[str]:
